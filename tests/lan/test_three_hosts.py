@@ -1,0 +1,197 @@
+"""Three machines on one LAN, found by zeroconf alone, running models that none of them could hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lan.lab import Host, Lab, until
+
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(900)]
+MB = 1 << 20
+QUESTION = "What is the capital of France?"
+
+
+def start_three(lab: Lab, *flags: str, memory: int | None = None) -> tuple[Host, Host, Host]:
+    a, b, c = (lab.host(name, memory=memory) for name in "abc")
+    for host in (a, b, c):
+        host.up(*flags)
+    for host in (a, b, c):
+        until(lambda h=host: h.members() == {"a", "b", "c"}, 20, f"{host.name} sees three members\n{host.log()}")
+    return a, b, c
+
+
+def put(host: Host, model: Path) -> str:
+    """Copy `model` to `host` alone; its path as the host sees it."""
+    shutil.copy(model, host.folder / model.name)
+    return f"/mnt/{model.name}"
+
+
+def deployment(host: Host) -> dict[str, object]:
+    status = host.status()
+    return status["deployments"][0] if status and status["deployments"] else {}
+
+
+def test_all_see_three_members_within_five_seconds_of_the_last_start(lab: Lab) -> None:
+    hosts = [lab.host(name) for name in "abc"]
+    for host in hosts[:2]:
+        host.up()
+    until(lambda: hosts[0].members() == {"a", "b"}, 20, "two members")
+    began = time.monotonic()
+    hosts[2].up()
+    for host in hosts:
+        until(lambda h=host: h.members() == {"a", "b", "c"}, 15, f"{host.name} sees three\n{host.log()}")
+    took = time.monotonic() - began
+    print(f"three members everywhere {took:.1f} s after the last start")
+    assert took < 5 + 3, "three status calls of about 1 s each are in this figure"
+    addresses = {n["name"]: n["addresses"][0] for n in hosts[0].status()["nodes"]}
+    assert addresses["b"].startswith("10.77.0.2:"), "the LAN address wins over loopback"
+
+
+@pytest.mark.model
+def test_a_model_that_no_host_can_hold_is_answered_by_three(lab: Lab, qwen: Path) -> None:
+    cap, budget = 1400 * MB, 1150 * MB
+    a, b, c = start_three(lab, "--memory", "1150MB", memory=cap)
+    path = put(a, qwen)
+    refused = a.cli("plan", path, "--nodes", "1", "--json", check=False)
+    assert refused.returncode == 3, refused.stdout + refused.stderr
+    assert json.loads(refused.stdout)["shortfall_bytes"] > 0
+    a.cli("deploy", path, timeout=400)
+    answer = b.json("run", qwen.stem, "Write a Python function that adds two numbers.", "--max-tokens", "40", timeout=400)
+    print(answer["text"], f"{answer['tokens_per_second']:.1f} tokens/s")
+    assert "def " in answer["text"]
+    stages = answer["plan"]["replicas"][0]["stages"]
+    assert len(stages) == 3
+    ranks = [r for s in deployment(b)["plan"]["replicas"][0]["stages"] for r in s["ranks"]]
+    for rank in ranks:
+        print(rank["node"], "peak", rank["peak_bytes"] >> 20, "of", rank["budget_bytes"] >> 20, "MiB")
+        assert rank["peak_bytes"] <= rank["budget_bytes"] <= budget
+
+
+@pytest.mark.model
+def test_the_model_file_on_one_host_is_enough_and_each_host_gets_its_own_layers_only(lab: Lab, smollm2: Path) -> None:
+    a, b, c = start_three(lab, "--memory", "600MB")
+    path = put(a, smollm2)
+    # Another model under the same name on the second host must never be used.
+    (b.folder / "models" / smollm2.name).write_bytes(b"GGUF" + os.urandom(4096))
+    before = {h.name: h.received_bytes() for h in (b, c)}
+    answer = a.json("run", path, QUESTION, "--dtype", "float32", "--max-tokens", "16", "--nodes", "3", timeout=300)
+    assert "Paris" in answer["text"]
+    received = {n["name"]: n["bytes_received"] for n in a.status()["nodes"]}
+    size = smollm2.stat().st_size
+    assert received["a"] == 0
+    for host in (b, c):
+        wire = host.received_bytes() - before[host.name]
+        print(f"{host.name} received {received[host.name]:,} tensor bytes, {wire:,} on the wire, of a file of {size:,}")
+        assert 0 < received[host.name] < size * 0.75
+        assert wire < received[host.name] * 1.1 + 4 * MB, "no more than its own layers, plus frames and gossip"
+
+
+@pytest.mark.model
+def test_ready_means_ready(lab: Lab, smollm2: Path) -> None:
+    a, b, c = start_three(lab, "--memory", "600MB")
+    path = put(a, smollm2)
+    loading = a.popen(*_cli("deploy", path, "--nodes", "3"), log="deploy.log")
+    until(lambda: deployment(c).get("state") == "ready", 120, "ready", every=0.05)
+    answer = c.json("run", smollm2.stem, QUESTION, "--max-tokens", "8", timeout=30)
+    assert answer["completion_tokens"] >= 1
+    assert loading.wait(timeout=10) == 0
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("victim", ["worker", "daemon"])
+def test_a_kill_in_mid_generation_is_a_typed_error_and_the_next_run_works(lab: Lab, smollm2: Path, victim: str) -> None:
+    a, b, c = start_three(lab, "--memory", "600MB")
+    path = put(a, smollm2)
+    a.cli("deploy", path, "--nodes", "3", timeout=200)
+    running = subprocess.Popen(
+        a.argv(*_cli("run", smollm2.stem, "Count from one to a thousand.", "--max-tokens", "1500", "--json")),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=a.env(), cwd="/",
+    )  # fmt: skip
+    until(lambda: any(r["completion_tokens"] > 5 for r in a.json("ps")["requests"]), 60, "tokens flow")
+    b.signal(signal.SIGKILL, "p2pshard_node.worker") if victim == "worker" else b.kill()
+    began = time.monotonic()
+    _, err = running.communicate(timeout=30)
+    took = time.monotonic() - began
+    print(f"error after {took:.1f} s: {err.decode()[-300:]}")
+    assert running.returncode == 1
+    assert took < 5
+    assert "layers" in err.decode()
+    assert a.status() is not None
+    assert c.status() is not None
+    if victim == "daemon":
+        b.up("--memory", "600MB")
+        until(lambda: a.members() == {"a", "b", "c"}, 20, "b is a member again")
+    answer = a.json("run", smollm2.stem, QUESTION, "--max-tokens", "8", "--nodes", "3", timeout=200)
+    assert "Paris" in answer["text"]
+
+
+@pytest.mark.model
+def test_a_dropped_client_frees_everything(lab: Lab, smollm2: Path) -> None:
+    a, b, c = start_three(lab, "--memory", "600MB")
+    path = put(a, smollm2)
+    a.cli("deploy", path, "--nodes", "3", timeout=200)
+    running = subprocess.Popen(
+        c.argv(*_cli("run", smollm2.stem, "Count from one to a thousand.", "--max-tokens", "1000", "--json")),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=c.env(), cwd="/",
+    )  # fmt: skip
+    until(lambda: any(r["completion_tokens"] >= 20 for r in c.json("ps")["requests"]), 60, "20 tokens")
+    running.kill()
+    running.wait()
+    began = time.monotonic()
+
+    def idle() -> bool:
+        ps = c.json("ps")
+        active = [r for r in ps["requests"] if r["state"] in ("waiting", "running")]
+        return not active and all(row["blocks_used"] == 0 for row in ps["kv"])
+
+    until(idle, 10, "no request and no block left")
+    took = time.monotonic() - began
+    print(f"all free {took:.1f} s after the client was dropped")
+    assert took < 2 + 1.5, "one or two calls of ps are in this figure"
+
+
+@pytest.mark.model
+def test_no_plan_uses_an_edge_that_is_cut(lab: Lab, smollm2: Path) -> None:
+    lab.ipv6 = False
+    a, b, c = start_three(lab, "--memory", "600MB")
+    path = put(a, smollm2)
+    b.cut(c)
+    c.cut(b)
+    time.sleep(12)
+    done = a.cli("plan", path, "--nodes", "3", "--json", check=False)
+    names = {n["id"]: n["name"] for n in a.status()["nodes"]}
+    if done.returncode == 0:
+        order = [names[s["ranks"][0]["node"]] for s in json.loads(done.stdout)["plan"]["replicas"][0]["stages"]]
+        edges = set(zip(order, order[1:] + order[:1], strict=True))
+        assert ("b", "c") not in edges and ("c", "b") not in edges, order
+    else:
+        assert done.returncode == 3, done.stderr
+    two = a.json("run", path, QUESTION, "--max-tokens", "8", "--nodes", "2", timeout=200)
+    assert "Paris" in two["text"]
+
+
+@pytest.mark.model
+def test_slow_links_do_not_stall(lab: Lab, smollm2: Path) -> None:
+    a, b, c = start_three(lab, "--memory", "600MB")
+    path = put(a, smollm2)
+    a.cli("deploy", path, "--nodes", "3", timeout=200)
+    for host in (a, b, c):
+        host.shape("20mbit")
+    prompt = "The river runs through the old town. " * 120
+    answer = a.json("run", smollm2.stem, prompt, "--max-tokens", "16", timeout=200)
+    assert answer["completion_tokens"] >= 1
+    assert answer["prompt_tokens"] > 900
+
+
+def _cli(*argv: str) -> list[str]:
+    import sys
+
+    return [sys.executable, "-m", "p2pshard.cli", *argv]
