@@ -40,6 +40,8 @@ class Node:
         self.port, self.api_port = free_port(), free_port()
         self.data_dir = cluster.folder / name
         self.process: subprocess.Popen[bytes] | None = None
+        self.core: int | None = None
+        """The one core that this daemon and its workers may use."""
 
     @property
     def address(self) -> str:
@@ -51,6 +53,8 @@ class Node:
             "--port", str(self.port), "--api-port", str(self.api_port), "--bind", "127.0.0.1",
             "--cluster", self.cluster.name, "--no-mdns", *self.flags,
         ]  # fmt: skip
+        if self.core is not None:
+            argv = ["taskset", "-c", str(self.core), *argv]
         for peer in peers:
             argv += ["--peer", peer.address]
         env = {**os.environ, "P2PSHARD_DATA_PORTS": "0-0", "OMP_NUM_THREADS": "1", "P2PSHARD_MODELS_DIR": str(self.cluster.models)}
