@@ -1,7 +1,7 @@
 """Settings of one daemon: flags, then ``P2PSHARD_*``, then a TOML file, then defaults.
 
 Every setting has one name, used by all sources: ``--data-dir``, ``P2PSHARD_DATA_DIR`` and ``data_dir = …``.
-An error names the source it came from; a name that no setting has is refused with the nearest one that exists.
+An error names its source; a name that no setting has is refused with the nearest one that exists.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DaemonConfig:
     data_ports: tuple[int, int]
     """First and last port for workers, one each, in order; (0, 0): any free ones."""
     bind: str
-    """Address to listen on. ``0.0.0.0``: all of IPv4; ``::``: all of IPv6 and, where the system allows, IPv4."""
+    """Address to listen on. ``0.0.0.0``: all of IPv4; ``::``: all of IPv6 too, where the system allows."""
     advertise: str | None
     """Host that others reach this node at, when it differs (port forward, container)."""
     peers: tuple[str, ...]
@@ -128,7 +128,9 @@ def _string(value: Any) -> str:
 def _name(value: Any) -> str:
     text = _string(value)
     if not _NAME.fullmatch(text):
-        raise ValueError("it must be 1 to 63 letters, digits, dots, dashes or underscores, a letter or digit first")
+        raise ValueError(
+            "it must be 1 to 63 letters, digits, dots, dashes or underscores, a letter or digit first"
+        )
     return text
 
 
@@ -243,7 +245,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidRequest(f"cannot read the configuration file {path}: {error.strerror or error}") from error
+        raise InvalidRequest(
+            f"cannot read the configuration file {path}: {error.strerror or error}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} is not TOML: {error}") from error
     for key in table:
@@ -297,9 +301,13 @@ def load_config(
             )
     merged = {**defaults, **from_file, **given}
     if 0 != merged["port"] == merged["api_port"]:
-        raise InvalidRequest(f"port and api_port are both {merged['port']}; they must differ", field="api_port")
+        raise InvalidRequest(
+            f"port and api_port are both {merged['port']}; they must differ", field="api_port"
+        )
     first, last = merged["data_ports"]
     for key in ("port", "api_port"):
         if first and first <= merged[key] <= last:
-            raise InvalidRequest(f"{key} {merged[key]} lies in data_ports {first}-{last}; they must differ", field=key)
+            raise InvalidRequest(
+                f"{key} {merged[key]} lies in data_ports {first}-{last}; they must differ", field=key
+            )
     return DaemonConfig(**merged)

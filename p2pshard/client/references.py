@@ -1,0 +1,73 @@
+"""Model references as a client sees them: a name, or a path on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from p2pshard.errors import InvalidRequest, ModelNotFound
+
+__all__ = ["is_path", "is_this_machine", "resolve_reference"]
+
+
+def is_path(model: str) -> bool:
+    """Whether a reference means a file or directory rather than a name.
+
+    A path ends in ``.gguf``, has a separator, starts with ``.`` or ``~``, or is a directory here that has
+    a config.json.
+    """
+    separators = [s for s in (os.sep, os.altsep) if s]
+    return (
+        model.endswith(".gguf")
+        or model.startswith((".", "~"))
+        or any(s in model for s in separators)
+        or (Path(model) / "config.json").is_file()
+    )
+
+
+def is_this_machine(address: str) -> bool:
+    """Whether ``HOST:PORT`` is on this machine: a loopback host, or an address one of its interfaces has."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(_is_own(str(ip)) for ip in found)
+
+
+def _is_own(ip: str) -> bool:
+    """Only an address of our own can be bound, whatever the interfaces are called."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((ip, 0))
+        except OSError:
+            return False
+    return True
+
+
+def resolve_reference(model: str, address: str) -> str:
+    """What to send to the node at ``address``: a name as it is, a path made absolute.
+
+    Raises:
+        InvalidRequest: a path, and the node is another machine.
+        ModelNotFound: a path that does not exist.
+    """
+    if not model.strip():
+        raise InvalidRequest("the model is empty; give a name, a directory or a .gguf file", field="model")
+    if not is_path(model):
+        return model
+    path = Path(os.path.abspath(Path(model).expanduser()))
+    if not is_this_machine(address):
+        raise InvalidRequest(
+            f"{model} is a file of this machine, but the node at {address} is another one and reads only "
+            "its own disk; run a daemon here (p2pshard up) and leave --node out, or name a model that the "
+            "cluster has (p2pshard ls)",
+            field="model",
+        )
+    if not path.exists():
+        raise ModelNotFound(
+            f"{path} does not exist; give a .gguf file, a model directory or a name (p2pshard ls)"
+        )
+    return str(path)

@@ -1,0 +1,147 @@
+"""An answer on its way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from p2pshard.errors import InvalidRequest, NodeUnreachable, P2PShardError, ProtocolError
+from p2pshard.results import Generation, TextDelta, Token, plan_from
+from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.grpc_errors import from_rpc_error
+
+__all__ = ["AsyncStream", "json_object"]
+
+
+_Opener = Callable[[], Awaitable[tuple[str, "grpc.aio.UnaryStreamCall[Any, Any]", Any]]]
+
+
+class AsyncStream:
+    """An answer on its way. Iterate for its pieces, or await it for the whole `Generation`.
+
+    Leaving the loop early, closing the stream or cancelling the task cancels the request on every node.
+    What had come by then stays readable through `result`, with ``finish_reason`` ``cancelled``.
+    """
+
+    def __init__(self, opener: _Opener) -> None:
+        self._opener = opener
+        self._call: Any = None
+        self._address = ""
+        self._resume = generate_pb2.ResumeRecord()
+        self._text: list[str] = []
+        self._tokens: list[Token] = []
+        self._finish: generate_pb2.Finish | None = None
+        self._error: P2PShardError | None = None
+        self._started = False
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        if self._error:
+            raise self._error
+        if self._started:
+            if self._finish is None:
+                raise InvalidRequest("this answer is already being read; a stream can be iterated once")
+            return
+        self._started = True
+        try:
+            self._address, self._call, event = await self._opener()
+            while True:
+                kind = event.WhichOneof("event")
+                if kind == "resume":
+                    self._resume = event.resume
+                elif kind == "delta":
+                    delta = TextDelta.from_proto(event.delta)
+                    self._text.append(delta.text)
+                    self._tokens.extend(delta.tokens)
+                    yield delta
+                elif kind == "finish":
+                    self._finish = event.finish
+                    return
+                event = await self._call.read()
+                if event is grpc.aio.EOF:
+                    self._call_ended_early(await self._call.code())
+        except grpc.aio.AioRpcError as error:
+            self._error = _located(from_rpc_error(error), self._address)
+            raise self._error from error
+        except P2PShardError as error:
+            self._error = error
+            raise
+        finally:
+            # also reached by `break` (the generator is closed) and by a cancelled task
+            self._end()
+
+    def _call_ended_early(self, code: Any) -> None:
+        raise ProtocolError(f"the node at {self._address} ended the answer without a finish reason ({code})")
+
+    def _end(self) -> None:
+        if self._call is not None:
+            self._call.cancel()  # nothing to do when it is done already
+        if self._finish is None:
+            self._finish = generate_pb2.Finish(
+                reason="cancelled",
+                prompt_tokens=len(self._resume.prompt_ids),
+                completion_tokens=len(self._tokens),
+            )
+
+    async def result(self) -> Generation:
+        """Read what is left and return the whole.
+
+        Raises:
+            P2PShardError: as iterating does: `StageLost`, `NotReady`, `ContextExceeded`, `DeadlineExceeded`,
+                `NodeUnreachable` and so on.
+        """
+        async for _ in self:
+            pass
+        return self._generation()
+
+    def _generation(self) -> Generation:
+        finish = self._finish or generate_pb2.Finish(reason="cancelled")
+        return Generation(
+            text="".join(self._text),
+            token_ids=tuple(t.id for t in self._tokens),
+            prompt_tokens=finish.prompt_tokens,
+            completion_tokens=finish.completion_tokens,
+            finish_reason=finish.reason,
+            ttft_ms=finish.ttft_ms,
+            tokens_per_second=finish.tokens_per_second,
+            plan=plan_from(json_object(self._resume.plan_json, "plan")) if self._resume.plan_json else None,
+            request=self._resume.request,
+            seed=self._resume.seed,
+            tokens=tuple(self._tokens),
+        )
+
+    def __await__(self) -> Generator[Any, None, Generation]:
+        return self.result().__await__()
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it has finished."""
+        self._started = True
+        self._end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _located(error: P2PShardError, address: str) -> P2PShardError:
+    """An unreachable node is named; errors that a node sent say enough themselves."""
+    if isinstance(error, NodeUnreachable) and address and "tried" not in error.details:
+        return NodeUnreachable(
+            f"the connection to the node at {address} was lost: {error.message}", tried=[address]
+        )
+    return error
+
+
+def json_object(text: str, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ProtocolError(f"the node's {what} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ProtocolError(f"the node's {what} is not a JSON object")
+    return value
