@@ -16,9 +16,8 @@ from p2pshard.client.stream import AsyncStream, json_object
 from p2pshard.config import local_address, parse_address
 from p2pshard.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable, NotReady, ProtocolError
 from p2pshard.results import ClusterStatus, Deployment, ModelEntry, PlanResult, Requests
-from p2pshard.transport.channels import make_channel
+from p2pshard.transport.channels import error_of, make_channel
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
-from p2pshard.transport.grpc_errors import from_rpc_error
 
 __all__ = ["CONNECT_S", "AsyncClient", "find_nodes"]
 
@@ -77,8 +76,8 @@ class AsyncClient:
         if channel is None:
             channel = self._channels[address] = make_channel(address, None)
         try:
-            await asyncio.wait_for(channel.channel_ready(), self._connect_timeout_s)
-        except TimeoutError as error:
+            await asyncio.wait_for(_connected(channel), self._connect_timeout_s)
+        except (TimeoutError, ConnectionError) as error:
             raise NodeUnreachable(
                 f"no daemon answers at {address} within {self._connect_timeout_s:g} s"
             ) from error
@@ -151,9 +150,9 @@ class AsyncClient:
         """Run a repeatable operation on the first node that answers it."""
         async for address, channel in self._attempts():
             try:
-                return await operation(address, control_pb2_grpc.NodeStub(channel))
+                return await operation(address, control_pb2_grpc.NodeStub(channel))  # type: ignore[no-untyped-call]
             except grpc.aio.AioRpcError as error:
-                typed = from_rpc_error(error)
+                typed = error_of(error, address)
                 if not isinstance(typed, NodeUnreachable):
                     raise typed from error
         raise AssertionError("unreachable: _attempts raises at its end")
@@ -352,7 +351,7 @@ class AsyncClient:
                 call = stub.Generate(request)
                 try:
                     first = await call.read()
-                    if first is grpc.aio.EOF:
+                    if first is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
                         # a call that failed raises from read(); this one ended well and empty
                         raise ProtocolError(f"the node at {address} ended the answer before it began")
                 except BaseException:
@@ -363,6 +362,23 @@ class AsyncClient:
             return await self._once(operation)
 
         return AsyncStream(opener)
+
+
+async def _connected(channel: grpc.aio.Channel) -> None:
+    """Return once the channel is ready; raise `ConnectionError` when an attempt that began meanwhile fails.
+
+    `channel_ready` would go on trying, and a refused connection would cost the whole timeout.
+    """
+    failed = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+    state = channel.get_state(try_to_connect=True)
+    # a channel that failed earlier first gets its next attempt
+    attempted = state not in failed
+    while state is not grpc.ChannelConnectivity.READY:
+        if attempted and state in failed:
+            raise ConnectionError("the connection was refused")
+        await channel.wait_for_state_change(state)
+        attempted = True
+        state = channel.get_state(try_to_connect=True)
 
 
 async def find_nodes(cluster: str, timeout_s: float = _BROWSE_S) -> list[tuple[str, ...]]:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
 from p2pshard.errors import InvalidRequest, ModelNotFound
+from p2pshard.models.reference import parse_reference
 
-__all__ = ["is_path", "is_this_machine", "resolve_reference"]
-
-
-def is_path(model: str) -> bool:
-    """Whether a reference means a file or directory rather than a name.
-
-    A path ends in ``.gguf``, has a separator, starts with ``.`` or ``~``, or is a directory here that has
-    a config.json.
-    """
-    separators = [s for s in (os.sep, os.altsep) if s]
-    return (
-        model.endswith(".gguf")
-        or model.startswith((".", "~"))
-        or any(s in model for s in separators)
-        or (Path(model) / "config.json").is_file()
-    )
+__all__ = ["is_this_machine", "resolve_reference"]
 
 
 def is_this_machine(address: str) -> bool:
@@ -50,15 +35,17 @@ def _is_own(ip: str) -> bool:
 def resolve_reference(model: str, address: str) -> str:
     """What to send to the node at ``address``: a name as it is, a path made absolute.
 
+    For a daemon of this machine, a bare name of a directory here that has a config.json means that directory.
+
     Raises:
-        InvalidRequest: a path, and the node is another machine.
+        InvalidRequest: neither a name nor a path; or a path, and the node is another machine.
         ModelNotFound: a path that does not exist.
     """
-    if not model.strip():
-        raise InvalidRequest("the model is empty; give a name, a directory or a .gguf file", field="model")
-    if not is_path(model):
-        return model
-    path = Path(os.path.abspath(Path(model).expanduser()))
+    reference = parse_reference(model, base=Path.cwd())
+    if reference.path is None:
+        if (Path(model) / "config.json").is_file() and is_this_machine(address):
+            return str(Path(model).absolute())
+        return reference.text
     if not is_this_machine(address):
         raise InvalidRequest(
             f"{model} is a file of this machine, but the node at {address} is another one and reads only "
@@ -66,8 +53,8 @@ def resolve_reference(model: str, address: str) -> str:
             "cluster has (p2pshard ls)",
             field="model",
         )
-    if not path.exists():
+    if not reference.path.exists():
         raise ModelNotFound(
-            f"{path} does not exist; give a .gguf file, a model directory or a name (p2pshard ls)"
+            f"{reference.path} does not exist; give a .gguf file, a model directory or a name (p2pshard ls)"
         )
-    return str(path)
+    return reference.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import Any, Self
@@ -11,8 +12,8 @@ import grpc.aio
 
 from p2pshard.errors import InvalidRequest, NodeUnreachable, P2PShardError, ProtocolError
 from p2pshard.results import Generation, TextDelta, Token, plan_from
+from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import generate_pb2
-from p2pshard.transport.grpc_errors import from_rpc_error
 
 __all__ = ["AsyncStream", "json_object"]
 
@@ -61,10 +62,14 @@ class AsyncStream:
                     self._finish = event.finish
                     return
                 event = await self._call.read()
-                if event is grpc.aio.EOF:
+                if event is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
                     self._call_ended_early(await self._call.code())
+        except asyncio.CancelledError:
+            if self._finish is None:
+                raise
+            return  # `aclose` was called elsewhere while this waited for the next piece
         except grpc.aio.AioRpcError as error:
-            self._error = _located(from_rpc_error(error), self._address)
+            self._error = _located(error_of(error), self._address)
             raise self._error from error
         except P2PShardError as error:
             self._error = error

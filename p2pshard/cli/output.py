@@ -1,0 +1,197 @@
+"""What the verbs print: tables for people on a console, and one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from p2pshard.planning.plan import Plan
+from p2pshard.results import ClusterStatus, Deployment, PlanResult, Requests
+from p2pshard.units import format_bytes
+
+__all__ = [
+    "console",
+    "console_err",
+    "deployments_table",
+    "kv_table",
+    "nodes_table",
+    "not_joined_table",
+    "plan_table",
+    "print_json",
+    "requests_table",
+    "show_refusal",
+    "terms_table",
+]
+
+console = Console(highlight=False)
+console_err = Console(stderr=True, highlight=False)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One object, one line, on standard output."""
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
+    """Which node holds which layers, with planned bytes per term. ``names``: node id to name."""
+    sizes = ("weights", "KV", "workspace", "base", "total", "budget")
+    table = _table(
+        f"{plan.model}: {plan.layers} layers in {len(plan.stages)} stage{'s'[: len(plan.stages) > 1]}, "
+        f"{plan.dtype}, context {plan.context:,}, {plan.numerics}",
+        "stage",
+        "node",
+        "device",
+        "layers",
+        *sizes,
+        right=("stage", *sizes),
+    )
+    for index, stage in enumerate(plan.stages):
+        extras = [word for word, has in (("embedding", stage.embedding), ("head", stage.head)) if has]
+        layers = f"{stage.layers[0]}-{stage.layers[1]}" + "".join(f" + {e}" for e in extras)
+        for rank in stage.ranks:
+            table.add_row(
+                str(index),
+                names.get(rank.node, rank.node[:12]),
+                rank.device,
+                layers,
+                *(
+                    format_bytes(n)
+                    for n in (
+                        rank.weight_bytes,
+                        rank.kv_bytes,
+                        rank.workspace_bytes,
+                        rank.base_bytes,
+                        rank.total_bytes,
+                        rank.budget_bytes,
+                    )
+                ),
+            )
+    return table
+
+
+def terms_table(terms: Sequence[Mapping[str, Any]]) -> Table:
+    """Rows of bytes per term and node, as the planner sent them."""
+    columns = list(dict.fromkeys(key for row in terms for key in row))
+    sized = [
+        c
+        for c in columns
+        if any(isinstance(row.get(c), int) and not isinstance(row.get(c), bool) for row in terms)
+    ]
+    table = _table("Why it does not fit", *(c.removesuffix("_bytes").replace("_", " ") for c in columns))
+    for column, name in zip(table.columns, columns, strict=True):
+        column.justify = "right" if name in sized else "left"
+    for row in terms:
+        table.add_row(*(_cell(name, row.get(name)) for name in columns))
+    return table
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and ("bytes" in column or abs(value) >= 1 << 20)
+    ):
+        return ("-" if value < 0 else "") + format_bytes(abs(value))
+    return str(value)
+
+
+def show_refusal(details: Mapping[str, Any] | PlanResult) -> None:
+    """The table of a plan that does not fit, and what would make it fit; on standard error."""
+    if isinstance(details, PlanResult):
+        details = {
+            "terms": details.terms,
+            "suggestions": details.suggestions,
+            "shortfall_bytes": details.shortfall_bytes,
+        }
+    terms = details.get("terms")
+    if terms:
+        console_err.print(terms_table(list(terms)))
+    shortfall = details.get("shortfall_bytes")
+    if shortfall:
+        console_err.print(f"short by {format_bytes(int(shortfall))} ({int(shortfall):,} bytes)")
+    for suggestion in details.get("suggestions") or ():
+        console_err.print(f"  - {suggestion}", markup=False)
+
+
+def nodes_table(status: ClusterStatus) -> Table:
+    table = _table(
+        "Nodes",
+        "name",
+        "id",
+        "address",
+        "device",
+        "free",
+        "budget",
+        "received",
+        right=("free", "budget", "received"),
+    )
+    for n in status.nodes:
+        table.add_row(
+            n.name,
+            n.id[:12],
+            "\n".join(n.addresses),
+            n.device,
+            format_bytes(n.memory_free),
+            format_bytes(n.memory_budget),
+            format_bytes(n.bytes_received),
+        )
+    return table
+
+
+def not_joined_table(status: ClusterStatus) -> Table:
+    table = _table("Seen and not joined", "address", "reason")
+    for peer in status.not_joined:
+        table.add_row(peer.address, peer.reason)
+    return table
+
+
+def deployments_table(deployments: Sequence[Deployment], names: Mapping[str, str]) -> Table:
+    table = _table(
+        "Deployments", "model", "state", "epoch", "context", "stages", "reason", right=("context",)
+    )
+    for d in deployments:
+        stages = ""
+        if d.plan:
+            peaks = {m.node: m.peak_bytes for m in d.measured}
+            stages = "\n".join(
+                f"{names.get(s.node, s.node[:12])} {s.layers[0]}-{s.layers[1]}"
+                + (f" (peak {format_bytes(peaks[s.node])})" if s.node in peaks else "")
+                for s in d.plan.stages
+            )
+        table.add_row(
+            d.model,
+            d.state,
+            str(d.plan.epoch.n) if d.plan else "",
+            f"{d.plan.context:,}" if d.plan else "",
+            stages,
+            d.reason,
+        )
+    return table
+
+
+def requests_table(requests: Requests) -> Table:
+    table = _table("Requests", "id", "model", "state", "prompt", "given", right=("prompt", "given"))
+    for r in requests.requests:
+        table.add_row(r.id, r.model, r.state, f"{r.prompt_tokens:,}", f"{r.completion_tokens:,}")
+    return table
+
+
+def kv_table(requests: Requests, names: Mapping[str, str]) -> Table:
+    table = _table("KV blocks", "node", "used", "total", right=("used", "total"))
+    for k in requests.kv:
+        table.add_row(names.get(k.node, k.node[:12]), f"{k.blocks_used:,}", f"{k.blocks_total:,}")
+    return table

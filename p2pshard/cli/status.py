@@ -1,0 +1,28 @@
+"""``p2pshard status``: members, peers that did not join and why, deployments."""
+
+from __future__ import annotations
+
+import click
+
+from p2pshard.cli.options import json_flag, node_flag
+from p2pshard.cli.output import console, deployments_table, nodes_table, not_joined_table, print_json
+from p2pshard.client import Client
+
+__all__ = ["command"]
+
+
+@click.command()
+@node_flag
+@json_flag
+def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
+    """Show the cluster: nodes, peers that were seen and did not join, deployments."""
+    with Client(nodes_at) as client:
+        status = client.status()
+    if as_json:
+        print_json(status.json)
+        return
+    console.print(nodes_table(status))
+    if status.not_joined:
+        console.print(not_joined_table(status))
+    if status.deployments:
+        console.print(deployments_table(status.deployments, {n.id: n.name for n in status.nodes}))
