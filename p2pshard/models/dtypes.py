@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from p2pshard.errors import ModelCorrupt, UnsupportedModel
 
-__all__ = ["GGML_TYPES", "READABLE_GGUF", "StorageType", "gguf_type", "safetensors_itemsize", "tensor_nbytes"]
+__all__ = ["GGML_TYPES", "READABLE_GGUF", "StorageType", "gguf_type", "refuse_storage", "tensor_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,24 @@ GGML_TYPES: dict[int, StorageType] = _READABLE
 READABLE_GGUF: dict[str, StorageType] = {t.name: t for t in _READABLE.values()}
 
 _OTHER_GGML = {
-    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
+    27: "I64", 28: "F64", 29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0",
+    35: "TQ2_0", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
-_SAFETENSORS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_OTHER_SAFETENSORS = {
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_SAFETENSORS = _FLOATS | {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4,
+    "U64": 8, "I64": 8,
+}  # fmt: skip
+_SPOKEN = {
     "F8_E4M3": "FP8 (E4M3)",
     "F8_E5M2": "FP8 (E5M2)",
     "F8_E8M0": "MX scales (E8M0)",
     "F4": "FP4",
-    "F6_E2M3": "FP6 (E2M3)",
-    "F6_E3M2": "FP6 (E3M2)",
-    "I8": "INT8",
-    "U8": "packed 8-bit data (U8)",
-    "I16": "INT16",
-    "U16": "UINT16",
+    "U8": "packed bytes (U8, as MXFP4 and bitsandbytes write)",
     "I32": "packed integers (I32, as GPTQ and AWQ write)",
-    "U32": "packed integers (U32)",
 }
 
 
@@ -80,11 +78,11 @@ def gguf_type(number: int, tensor: str, where: str) -> StorageType:
     )
 
 
-def safetensors_itemsize(dtype: str, tensor: str, where: str) -> int:
-    """Bytes of one value. Raises `UnsupportedModel`, naming the type."""
-    if dtype in _SAFETENSORS:
-        return _SAFETENSORS[dtype]
-    name = _OTHER_SAFETENSORS.get(dtype, dtype)
+def refuse_storage(dtype: str, tensor: str, where: str) -> None:
+    """Raise `UnsupportedModel`, naming the type, unless a safetensors type holds plain numbers that we read."""
+    if dtype in _FLOATS:
+        return
+    name = _SPOKEN.get(dtype, dtype[:20])
     raise UnsupportedModel(
         f"{where}: tensor {tensor!r} is stored as {name}, which is not read here; "
         "use an unquantised checkpoint (float32, float16, bfloat16) or a GGUF file",
@@ -105,10 +103,14 @@ def tensor_nbytes(format: str, dtype: str, shape: tuple[int, ...], tensor: str, 
             raise UnsupportedModel(f"{where}: tensor {tensor!r} is stored as {dtype}, which is not read here")
         row = shape[-1] if shape else 1
         if row % storage.block:
-            raise ModelCorrupt(f"{where}: rows of tensor {tensor!r} have {row} values, not a multiple of {storage.block}")
+            raise ModelCorrupt(
+                f"{where}: rows of {tensor!r} have {row} values, not a multiple of {storage.block}"
+            )
         nbytes = math.prod(shape) // storage.block * storage.nbytes
     else:
-        nbytes = math.prod(shape) * safetensors_itemsize(dtype, tensor, where)
+        if dtype not in _SAFETENSORS:
+            refuse_storage(dtype, tensor, where)
+        nbytes = math.prod(shape) * _SAFETENSORS[dtype]
     if nbytes > 2**62:
         raise ModelCorrupt(f"{where}: tensor {tensor!r} claims {nbytes} bytes")
     return nbytes

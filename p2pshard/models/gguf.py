@@ -71,7 +71,7 @@ class GgufModel:
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    """Scalars as Python values, arrays of numbers as numpy arrays, arrays of strings as lists. Of the first part."""
+    """Of the first part: scalars as Python values, numbers as numpy arrays, strings as lists."""
     tensors: tuple[GgufTensor, ...]
 
     @property
@@ -108,7 +108,9 @@ class _Header:
         if len(self.buffer) - self.at >= count:
             return
         if self.position + count > self.size:
-            raise self.corrupt(f"truncated: {count} more bytes of header expected, {self.size - self.position} left")
+            raise self.corrupt(
+                f"truncated: {count} more header bytes expected, {self.size - self.position} left"
+            )
         if self.position + count > _MAX_HEADER:
             raise self.corrupt(f"its header is larger than {_MAX_HEADER} bytes")
         rest = self.buffer[self.at :]
@@ -165,7 +167,7 @@ class _Header:
             if kind == _STRING:
                 return self.strings(count, key)
             if kind not in _SCALARS:
-                raise self.corrupt(f"array {key!r} has elements of type {kind}, which does not exist or nests arrays")
+                raise self.corrupt(f"array {key!r} has elements of type {kind}: unknown, or nested arrays")
             item = _SCALARS[kind]
             if count * item.itemsize > min(self.size - self.position, _MAX_HEADER):
                 raise self.corrupt(f"array {key!r} claims {count} elements")
@@ -239,14 +241,17 @@ def _place(
     end = 0
     for name, _, _, offset, nbytes in sorted(rows, key=lambda row: row[3]):
         if offset % alignment or offset < end:
-            raise header.corrupt(f"tensor {name!r} at offset {offset} overlaps another or is not aligned to {alignment}")
+            raise header.corrupt(
+                f"tensor {name!r} at {offset} overlaps another or is not aligned to {alignment}"
+            )
         end = offset + nbytes
     if start + end > header.size and rows:
         raise ModelCorrupt(
-            f"{header.path}: truncated: its tensors end at byte {start + end}, the file has {header.size}; get it again"
+            f"{header.path}: truncated: tensors end at byte {start + end}, the file has {header.size}; get it again"
         )
     return tuple(
-        GgufTensor(name, dtype, shape, header.path, start + offset, nbytes) for name, dtype, shape, offset, nbytes in rows
+        GgufTensor(name, dtype, shape, header.path, start + offset, nbytes)
+        for name, dtype, shape, offset, nbytes in rows
     )
 
 
@@ -292,7 +297,9 @@ def read_gguf(path: Path, *, check_path: Callable[[Path], Path] | None = None) -
         number = part.metadata.get("split.no", index)
         count = part.metadata.get("split.count", stated)
         if len(parts) > 1 and (number != index or count != stated):
-            raise ModelCorrupt(f"{paths[index]}: says that it is part {number} of {count}; expected {index} of {stated}")
+            raise ModelCorrupt(
+                f"{paths[index]}: says it is part {number} of {count}; expected {index} of {stated}"
+            )
     tensors = tuple(t for part in parts for t in part.tensors)
     if len({t.name for t in tensors}) != len(tensors):
         raise ModelCorrupt(f"{paths[0]}: two parts hold a tensor of the same name")

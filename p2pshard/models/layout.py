@@ -38,7 +38,7 @@ _HF_EMBEDDING = re.compile(
     r"embed_positions|embedding_norm|tok_embeddings)\.\w+$"
 )
 _HF_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.\w+$")
-_HF_NORM = re.compile(r"(?:^|\.)(?:norm|norm_f|final_norm|final_layernorm|final_layer_norm|ln_f|model_norm)\.\w+$")
+_HF_NORM = re.compile(r"(?:^|\.)(?:norm|norm_f|final_norm|final_layernorm|final_layer_norm|ln_f)\.\w+$")
 
 
 def layer_of(name: str, format: str) -> Place:
@@ -79,7 +79,9 @@ def tied_head(manifest: Manifest) -> bool:
     return not any(layer_of(t.name, manifest.format) == "head" for t in manifest.tensors)
 
 
-def needed_tensors(manifest: Manifest, first: int, last: int, embedding: bool, head: bool) -> tuple[TensorEntry, ...]:
+def needed_tensors(
+    manifest: Manifest, first: int, last: int, embedding: bool, head: bool
+) -> tuple[TensorEntry, ...]:
     """Tensors of a stage with layers ``first`` to ``last`` (inclusive), in the manifest's order.
 
     A head includes the final norm, and the embedding where it is tied to it.

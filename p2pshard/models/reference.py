@@ -41,19 +41,24 @@ def parse_reference(text: str, *, base: Path | None = None) -> Reference:
         InvalidRequest: neither a name nor a path, or a relative path without a base.
     """
     if not text or len(text) > 4096 or "\0" in text:
-        raise InvalidRequest("a model reference is a name, a folder or a .gguf file; it must not be empty", field="model")
+        raise InvalidRequest(
+            "a model is a name, a folder or a .gguf file; it must not be empty", field="model"
+        )
     separators = {"/", os.sep} | ({os.altsep} if os.altsep else set())
     if any(s in text for s in separators) or text.startswith((".", "~")) or text.lower().endswith(".gguf"):
         path = Path(text)
         if base is not None:
             path = base / path.expanduser()
         if not path.is_absolute():
-            raise InvalidRequest(f"the path {text!r} is not absolute; a daemon does not know your folder", field="model")
+            raise InvalidRequest(
+                f"{text!r} is not absolute; a daemon does not know your folder", field="model"
+            )
         path = Path(os.path.normpath(path))
         name = _PART.sub("", path.stem if path.suffix.lower() == ".gguf" else path.name)
         return Reference(name or "model", path)
     if not _NAME.fullmatch(text):
         raise InvalidRequest(
-            f"{text!r} is not a model's name (letters, digits, '.', '_' and '-'); for a file write its path", field="model"
+            f"{text!r} is not a model's name (letters, digits, '.', '_' and '-'); for a file write its path",
+            field="model",
         )
     return Reference(text, None)

@@ -1,12 +1,12 @@
 """Index of a Hugging Face model folder: its configuration and where each tensor lies. Reads headers only.
 
 The header of a safetensors file is an 8-byte little-endian length and JSON ``{name: {dtype, shape,
-data_offsets}}`` (github.com/huggingface/safetensors, "Format"). Files are material from outside: what a header
-claims is checked against the file before it is used.
+data_offsets}}`` (github.com/huggingface/safetensors, "Format"). Files are material from outside: what a
+header claims is checked against the file before it is used.
 
 A folder's files may be links, as the Hugging Face cache makes them (``snapshots/REV/x`` → ``blobs/HASH``):
-their targets must lie in the folder itself or in the ``blobs`` folder of the same cached repository. Any other
-link, and any file name of an index that leaves the folder, is refused.
+their targets must lie in the folder itself or in the ``blobs`` folder of the same cached repository. Any
+other link, and any file name of an index that leaves the folder, is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from p2pshard.errors import ModelCorrupt, UnsupportedModel
-from p2pshard.models.dtypes import tensor_nbytes
+from p2pshard.models.dtypes import refuse_storage, tensor_nbytes
+from p2pshard.models.layout import layer_of
 
 __all__ = ["HfModel", "SafeTensor", "folder_file", "read_folder", "refuse_quantised", "text_config"]
 
@@ -27,6 +28,7 @@ _MAX_HEADER = 100 * 2**20
 _MAX_JSON = 64 * 2**20
 _MAX_FILES = 4_096
 _MAX_DIMS = 8
+_QUANTISED = (".weight_scale_inv", ".weight_scale", ".input_scale", ".qweight", ".qzeros", ".g_idx")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class HfModel:
     config: Mapping[str, Any]
     """config.json as it is."""
     tensors: tuple[SafeTensor, ...]
+    """Of the text decoder."""
     paths: tuple[Path, ...]
     """The weight files."""
 
@@ -114,7 +117,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, Mapping):
         return dict(config)
     result = dict(inner)
-    for key in ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype"):
+    for key in ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "dtype"):
         if key in config:
             result.setdefault(key, config[key])
     if "model_type" not in result:
@@ -145,7 +148,7 @@ def read_index(path: Path) -> tuple[SafeTensor, ...]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
-                raise ModelCorrupt(f"{path}: not a safetensors file, or truncated: {size} bytes, header of {length}")
+                raise ModelCorrupt(f"{path}: not safetensors, or truncated: {size} bytes, header of {length}")
             raw = file.read(length)
     except OSError as error:
         raise ModelCorrupt(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -165,12 +168,13 @@ def read_index(path: Path) -> tuple[SafeTensor, ...]:
             raise ModelCorrupt(f"{path}: tensor {tensor.name!r} overlaps another")
         end = tensor.offset + tensor.nbytes
     if end > size:
-        raise ModelCorrupt(f"{path}: truncated: its tensors end at byte {end}, the file has {size}; get it again")
+        raise ModelCorrupt(f"{path}: truncated: tensors end at byte {end}, the file has {size}; get it again")
     return tuple(tensors)
 
 
 def _tensor(path: Path, name: str, item: Any, start: int) -> SafeTensor:
-    dtype, shape, offsets = (item.get(k) if isinstance(item, dict) else None for k in ("dtype", "shape", "data_offsets"))
+    item = item if isinstance(item, dict) else {}
+    dtype, shape, offsets = item.get("dtype"), item.get("shape"), item.get("data_offsets")
     if (
         not isinstance(dtype, str)
         or not isinstance(shape, list)
@@ -194,11 +198,15 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     index = read_json(folder, "model.safetensors.index.json")
     if index is not None:
         weights = index.get("weight_map")
-        if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()) or not weights:
+        if (
+            not isinstance(weights, dict)
+            or not weights
+            or not all(isinstance(v, str) for v in weights.values())
+        ):
             raise ModelCorrupt(f"{folder / 'model.safetensors.index.json'}: no weight_map in it")
         names = sorted(set(weights.values()))
         if len(names) > _MAX_FILES:
-            raise ModelCorrupt(f"{folder}: its index names {len(names)} files, above the limit of {_MAX_FILES}")
+            raise ModelCorrupt(f"{folder}: its index names {len(names)} files; the limit is {_MAX_FILES}")
         return names, weights
     names = sorted(p.name for p in folder.glob("*.safetensors"))
     if "model.safetensors" in names:
@@ -236,11 +244,17 @@ def read_folder(folder: Path) -> HfModel:
             found = tuple(t for t in found if weights.get(t.name) == name)
         tensors.extend(found)
     if weights is not None and (missing := set(weights) - {t.name for t in tensors}):
-        raise ModelCorrupt(f"{folder}: {len(missing)} tensors of the index are in no file, such as {min(missing)!r}")
-    for tensor in tensors:
-        if tensor.name.endswith((".weight_scale_inv", ".weight_scale", ".input_scale", ".qweight", ".qzeros", ".g_idx")):
+        raise ModelCorrupt(
+            f"{folder}: {len(missing)} tensors of its index are in no file, as {min(missing)!r}"
+        )
+    text = tuple(t for t in tensors if layer_of(t.name, "safetensors") is not None)
+    for tensor in text:
+        if tensor.name.endswith(_QUANTISED):
             raise UnsupportedModel(
-                f"{folder}: tensor {tensor.name!r} belongs to quantised weights (FP8, GPTQ or AWQ), not read here; "
+                f"{folder}: {tensor.name!r} belongs to quantised weights (FP8, GPTQ or AWQ), not read here; "
                 "use the unquantised checkpoint or a GGUF file of the model"
             )
-    return HfModel(folder, config, tuple(tensors), tuple(paths))
+        refuse_storage(tensor.dtype, tensor.name, str(folder))
+    if not text:
+        raise ModelCorrupt(f"{folder}: no tensors of a text decoder in it")
+    return HfModel(folder, config, text, tuple(paths))
