@@ -1,0 +1,46 @@
+"""Reading a JSON request body from anyone: bounded, of the right type, plain JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from p2pshard.errors import InvalidRequest
+
+__all__ = ["MAX_BODY_BYTES", "BodyTooLarge", "WrongContentType", "read_json"]
+
+MAX_BODY_BYTES = 8 << 20
+
+
+class BodyTooLarge(InvalidRequest):
+    code = "body_too_large"
+    http_status = 413
+
+
+class WrongContentType(InvalidRequest):
+    code = "wrong_content_type"
+    http_status = 415
+
+
+async def read_json(request: Request) -> Any:
+    """Raises `WrongContentType`, `BodyTooLarge` (before it is read whole) or `InvalidRequest`."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise WrongContentType(f"the content type is {kind or 'missing'!r}; send application/json")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # ValueError: JSON and UTF-8 errors alike
+        raise InvalidRequest(
+            f"the body is not JSON: {str(error)[:200] or 'nested too deep'}", field="body"
+        ) from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

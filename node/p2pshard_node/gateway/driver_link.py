@@ -1,0 +1,187 @@
+"""The gateway's stream to the driver of one epoch, shared by all its requests of that deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from p2pshard.errors import Conflict, NodeUnreachable, P2PShardError, ProtocolError, StageLost, from_wire
+from p2pshard.planning.plan import Plan
+from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard.transport.grpc_errors import from_rpc_error
+
+__all__ = ["DriverLink", "error_from_proto"]
+
+_aio: Any = grpc.aio  # type stubs of it lag behind
+METHOD = "/p2pshard.v1.Data/Driver"
+_OPEN_TIMEOUT_S = 5.0
+log = logging.getLogger(__name__)
+
+
+def error_from_proto(message: generate_pb2.Error) -> P2PShardError:
+    """The error that a driver sent."""
+    try:
+        details = json.loads(message.details_json) if message.details_json else {}
+    except ValueError:
+        details = {}
+    return from_wire({"code": message.code, "message": message.message, "details": details})
+
+
+class DriverLink:
+    """One stream of commands and events, accepted by a hello; it is lost once and then never used again.
+
+    `on_event` and `on_lost` are called from its reading task and must not wait, so that a slow request never
+    holds up another's tokens.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        deployment: str,
+        target: str,
+        channel: Any,
+        *,
+        queue: int,
+        on_event: Callable[[DriverLink, generate_pb2.DriverEvent], None],
+        on_lost: Callable[[DriverLink, P2PShardError], None],
+    ) -> None:
+        self.plan = plan
+        self.deployment = deployment
+        self.target = target
+        self.lost: P2PShardError | None = None
+        """Why the stream is gone."""
+        self._channel = channel
+        self._commands: asyncio.Queue[bytes] = asyncio.Queue(queue)
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._call: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self, gateway: str) -> None:
+        """Say hello and wait until the driver accepts it.
+
+        Raises `StageLost` when the driver does not answer, `Conflict` when it serves another epoch, else the driver's error.
+        """
+        hello = generate_pb2.DriverHello(
+            epoch=plan_pb2.Epoch(n=self.plan.epoch.n, proposer=self.plan.epoch.proposer),
+            plan_digest=self.plan.digest(),
+            deployment=self.deployment,
+            gateway=gateway,
+        )
+        # No serializers: the stream carries bytes.
+        self._call = self._channel.stream_stream(METHOD)()
+        try:
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                await self._call.write(generate_pb2.DriverCommand(hello=hello).SerializeToString())
+                answer = await self._call.read()
+        except TimeoutError as error:
+            await self.close()
+            raise self._stage_lost(f"did not answer within {_OPEN_TIMEOUT_S:g} s") from error
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            failure = await self._failure(error)
+            await self.close()
+            raise failure from error
+        except BaseException:
+            await self.close()
+            raise
+        if answer is _aio.EOF:
+            failure = await self._failure(None)
+            await self.close()
+            raise failure
+        try:
+            event = generate_pb2.DriverEvent.FromString(answer)
+        except DecodeError as error:
+            await self.close()
+            raise ProtocolError(f"the driver at {self.target} answered no DriverEvent") from error
+        if event.WhichOneof("event") == "failed":
+            await self.close()
+            raise error_from_proto(event.failed.error)
+        if event.WhichOneof("event") != "hello" or event.hello.epoch != hello.epoch:
+            await self.close()
+            raise Conflict(f"the driver at {self.target} serves another epoch than {self.plan.epoch.n}")
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    def send(self, command: generate_pb2.DriverCommand) -> None:
+        """Queue a command; never waits. A full queue means that the driver no longer reads: the link is lost then."""
+        if self.lost is not None:
+            return
+        try:
+            self._commands.put_nowait(command.SerializeToString())
+        except asyncio.QueueFull:
+            self.lose(self._stage_lost(f"reads no commands ({self._commands.maxsize} are waiting)"))
+
+    def lose(self, error: P2PShardError) -> None:
+        """Give the stream up: every request on it hears `error`."""
+        if self.lost is None:
+            self.lost = error
+            if self._call is not None:
+                self._call.cancel()
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
+            self._on_lost(self, error)
+
+    async def close(self) -> None:
+        """Cancel the stream and close the channel, telling nobody. The driver cancels what it still runs for us."""
+        if self.lost is None:
+            self.lost = Conflict("the link to the driver was closed")
+        if self._call is not None:
+            self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    def _stage_lost(self, what: str) -> StageLost:
+        stage = self.plan.stages[0]
+        first, last = stage.layers
+        return StageLost(
+            f"node {stage.node} with layers {first}-{last} (and the driver) of {self.plan.model} {what}; "
+            f"start that node again, or deploy again: p2pshard deploy {self.plan.model}",
+            node=stage.node,
+            layers=[first, last],
+        )
+
+    async def _failure(self, error: Exception | None) -> P2PShardError:
+        """Why the stream ended: the driver's own error where it sent one."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            code, details = await self._call.code(), await self._call.details()
+            if code is grpc.StatusCode.OK:
+                return self._stage_lost("ended its stream")
+            error = _aio.AioRpcError(
+                code, await self._call.initial_metadata(), await self._call.trailing_metadata(), details
+            )
+        ended: Any = error
+        ours = from_rpc_error(ended, self.target)
+        if isinstance(ours, NodeUnreachable) or ended.code() in (
+            grpc.StatusCode.CANCELLED,
+            grpc.StatusCode.INTERNAL,
+        ):
+            return self._stage_lost(f"is gone ({ended.details() or ended.code().name})")
+        return ours
+
+    async def _read(self) -> None:
+        failure: Exception | None = None
+        try:
+            while (data := await self._call.read()) is not _aio.EOF:
+                self._on_event(self, generate_pb2.DriverEvent.FromString(data))
+        except DecodeError:
+            self.lose(ProtocolError(f"the driver at {self.target} sent bytes that are no DriverEvent"))
+            return
+        except grpc.aio.AioRpcError as error:
+            failure = error
+        self.lose(await self._failure(failure))
+
+    async def _write(self) -> None:
+        # A stream that is gone is reported by the reader, which knows its status.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._commands.get())

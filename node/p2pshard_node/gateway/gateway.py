@@ -1,0 +1,466 @@
+"""The gateway: takes a request at any node, carries it to the driver of its model and its tokens back.
+
+It holds each request's log until the client has all of it. Nothing a client does or leaves undone holds up another: tokens
+are taken by the stream's reading task, and a client that falls too far behind is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from p2pshard.credentials import Credentials
+from p2pshard.errors import (
+    Cancelled,
+    Conflict,
+    ContextExceeded,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    P2PShardError,
+    ProtocolError,
+    StageLost,
+)
+from p2pshard.planning.plan import Plan
+from p2pshard.sampling import SamplingParams
+from p2pshard.transport.channels import make_channel
+from p2pshard.transport.generated import control_pb2, generate_pb2
+
+from .driver_link import DriverLink, error_from_proto
+from .requests import Outcome, RequestTable
+from .running import Running
+from .templates import TemplateRenderer
+from .tokenizer import TextModel, load_text_model
+from .view import DeploymentView, TextStore
+
+__all__ = ["DEFAULT_MAX_TOKENS", "Gateway", "Limits"]
+
+DEFAULT_MAX_TOKENS = 1024
+"""Of a request that names none; the context may allow fewer."""
+_MAX_STOPS = 16
+_MAX_STOP_CHARS = 1024
+_TEXT_MODELS = 4
+_WATCH_S = 0.5
+_DRIVER_REASONS = frozenset({"stop", "length", "cancelled", "deadline"})
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one gateway carries."""
+
+    requests: int = 256
+    """At once, waiting ones included."""
+    unread_tokens: int = 4096
+    """That a client may leave unread before its request is cancelled."""
+    unread_s: float = 60.0
+    """Seconds that a client may leave something unread before its request is cancelled."""
+    ready_s: float = 60.0
+    """Seconds to wait for a deployment that is planning or loading."""
+    recover_s: float = 10.0
+    """Seconds to wait for one that is broken."""
+
+
+class Gateway:
+    """Generates for clients of this node; its coroutines belong to one event loop."""
+
+    def __init__(
+        self,
+        node_id: str,
+        store: TextStore,
+        view: DeploymentView,
+        credentials: Credentials | None = None,
+        *,
+        limits: Limits = Limits(),
+    ) -> None:
+        self.node_id = node_id
+        self._store = store
+        self._view = view
+        self._credentials = credentials
+        self._limits = limits
+        self._table: RequestTable[Running] = RequestTable(limits.requests)
+        self._links: dict[tuple[str, int, str], asyncio.Task[DriverLink]] = {}
+        self._texts: dict[str, asyncio.Task[TextModel]] = {}
+        self._renderer = TemplateRenderer()
+        self._background: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._closed = False
+
+    # -- for clients ----------------------------------------------------------------------------
+    async def generate(
+        self, request: generate_pb2.GenerateRequest
+    ) -> AsyncGenerator[generate_pb2.GenerateEvent, None]:
+        """Resume record, text as it comes, finish. Closing the iterator cancels the request on every stage.
+
+        The output ends with reason ``length`` at ``max_tokens`` and also where the context is full, whichever is first.
+        Raises before the first event what is wrong with the request (`InvalidRequest`, `ContextExceeded`, `ModelNotFound`,
+        `NotReady`, `Overloaded`), and after it what ended it (`StageLost`, `Conflict`, `Internal` and so on).
+        """
+        if self._closed:
+            raise NotReady("this node is stopping; ask another one", state="stopping", reason="shutdown")
+        sampling = _sampling(request)
+        _check(request)
+        running = Running(
+            uuid.uuid4().hex,
+            request.model,
+            tuple(request.stop),
+            request.ignore_eos,
+            self._limits.unread_tokens,
+        )
+        self._table.add(running)
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
+        deadline = None
+        if request.deadline_s > 0:
+            deadline = asyncio.get_running_loop().call_later(
+                request.deadline_s, self._end, running, "deadline"
+            )
+        try:
+            record = await _unless_ended(running, self._start(running, request, sampling))
+            yield generate_pb2.GenerateEvent(resume=record)
+            while (delta := await running.next_delta()) is not None:
+                yield generate_pb2.GenerateEvent(delta=delta)
+            yield generate_pb2.GenerateEvent(finish=running.finish())
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            self._end(running, "cancelled")  # recorded first; nothing happens when the request has ended
+            self._table.remove(running)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request of this gateway with reason ``cancelled``; False when it does not run here."""
+        running = self._table.get(request_id)
+        return running is not None and self._end(running, "cancelled")
+
+    def outcome(self, request_id: str) -> Outcome | None:
+        """How one of the last requests of this gateway ended."""
+        return self._table.outcome(request_id)
+
+    def ps(self) -> list[dict[str, object]]:
+        """``[{id, model, state, prompt_tokens, completion_tokens}]`` of the requests that came in at this node and run."""
+        return [r.to_json() for r in self._table if r.log.outcome is None]
+
+    async def text_model(self, manifest: str) -> TextModel:
+        """Tokenizer and template of a manifest digest, fetched from a member when this node lacks them."""
+        task = self._texts.pop(manifest, None)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.create_task(self._load_text(manifest))
+        self._texts[manifest] = task  # last used stands last
+        while len(self._texts) > _TEXT_MODELS:
+            del self._texts[next(iter(self._texts))]
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End every request with `NotReady`, close every stream."""
+        self._closed = True
+        for running in self._table:
+            self._fail(
+                running,
+                NotReady("this node is stopping; ask another one", state="stopping", reason="shutdown"),
+            )
+        tasks = [t for t in (self._watcher, *self._texts.values(), *self._links.values()) if t is not None]
+        links = [t.result() for t in self._links.values() if _succeeded(t)]
+        self._links.clear()
+        self._texts.clear()
+        # Cancels just queued above travel by the end of the stream: a driver cancels what it runs for a gateway that is gone.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *(link.close() for link in links), return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.to_thread(self._renderer.close)
+
+    # -- the start of a request -----------------------------------------------------------------
+    async def _start(
+        self, running: Running, request: generate_pb2.GenerateRequest, sampling: SamplingParams
+    ) -> generate_pb2.ResumeRecord:
+        """Wait for the deployment, render and encode once, submit."""
+        deployment = await self._ready(request.model)
+        plan = Plan.from_proto(deployment.plan)
+        text = await self.text_model(plan.manifest)
+        prompt_ids = await self._prompt_ids(text, request)
+        room = plan.context - len(prompt_ids)
+        if not prompt_ids:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        if room < 1:
+            raise ContextExceeded(
+                f"the prompt has {len(prompt_ids)} tokens and the context of {plan.model} has {plan.context}, which must "
+                "also hold the answer; shorten the prompt or deploy with a larger --context",
+                prompt_tokens=len(prompt_ids),
+                context=plan.context,
+            )
+        running.prepare(text, prompt_ids, min(request.max_tokens or DEFAULT_MAX_TOKENS, room))
+        try:
+            link = await self._link(deployment, plan)
+        except Conflict:  # a new epoch has come in between
+            deployment = await self._ready(request.model)
+            if deployment.plan.context < plan.context or deployment.plan.manifest != plan.manifest:
+                raise
+            plan = Plan.from_proto(deployment.plan)
+            link = await self._link(deployment, plan)
+        submit = generate_pb2.Submit(
+            request=running.id,
+            attempt=running.log.attempt,
+            prompt_ids=prompt_ids,
+            sampling=sampling.to_proto(),
+            max_tokens=running.log.max_tokens,
+            eos_ids=running.eos_ids,
+            deadline_s=request.deadline_s,
+        )
+        # No await from here on: an end that came between would find no driver to tell.
+        if running.log.outcome is not None:
+            raise Cancelled("the request ended before it reached its driver")
+        running.link, running.state = link, "queued"
+        link.send(generate_pb2.DriverCommand(submit=submit))
+        if link.lost is not None:
+            raise link.lost
+        return generate_pb2.ResumeRecord(
+            request=running.id,
+            seed=sampling.seed,
+            prompt_ids=prompt_ids,
+            manifest=plan.manifest,
+            sampling=sampling.to_proto(),
+            max_tokens=running.log.max_tokens,
+            plan_json=json.dumps(plan.to_json()),
+        )
+
+    async def _ready(self, model: str) -> control_pb2.Deployment:
+        deployment = self._view.find(model)
+        if deployment is None:
+            others = ", ".join(sorted(d.model for d in self._view.deployments())) or "none"
+            raise ModelNotFound(
+                f"model {model!r} is not deployed (deployed: {others}); type: p2pshard deploy {model}",
+                model=model,
+            )
+        if deployment.state in ("refused", "removed"):
+            raise NotReady(
+                f"{model} is {deployment.state}: {deployment.reason}; type: p2pshard deploy {model}",
+                state=deployment.state,
+                reason=deployment.reason,
+            )
+        if deployment.state != "ready":
+            patience = self._limits.recover_s if deployment.state == "broken" else self._limits.ready_s
+            deployment = await self._view.wait_ready(deployment.id, patience)
+        return deployment
+
+    async def _load_text(self, manifest: str) -> TextModel:
+        text = await asyncio.to_thread(load_text_model, self._store, manifest)
+        if text is None:
+            await self._view.ensure_text(manifest)
+            text = await asyncio.to_thread(load_text_model, self._store, manifest)
+        if text is None:
+            raise Internal(
+                f"the tokenizer of manifest {manifest[:12]} is not in the store after it was fetched"
+            )
+        return text
+
+    async def _prompt_ids(self, text: TextModel, request: generate_pb2.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("input")
+        if kind == "prompt_ids":
+            ids = list(request.prompt_ids.ids)
+            if ids and max(ids) >= text.vocab_size:
+                raise InvalidRequest(
+                    f"prompt_ids has {max(ids)}; the vocabulary of {request.model} ends at {text.vocab_size - 1}",
+                    field="prompt_ids",
+                )
+            return ids
+        if kind == "prompt":
+            return await asyncio.to_thread(text.encode, request.prompt)
+        if not text.chat_template:
+            raise InvalidRequest(
+                f"{request.model} has no chat template: it is no chat model, or its files lack one; send a plain prompt "
+                "(run --raw, /v1/completions)",
+                field="messages",
+            )
+        messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
+        rendered = await self._renderer.render(text.chat_template, messages, text.special_tokens)
+        return await asyncio.to_thread(text.encode_rendered, rendered)
+
+    # -- streams to drivers ---------------------------------------------------------------------
+    async def _link(self, deployment: control_pb2.Deployment, plan: Plan) -> DriverLink:
+        """The stream of this epoch, opened by whoever needs it first."""
+        key = (deployment.id, plan.epoch.n, plan.epoch.proposer)
+        task = self._links.get(key)
+        if task is None or (task.done() and not _alive(task)):
+            task = self._links[key] = asyncio.create_task(self._open(deployment, plan))
+        link = await asyncio.shield(task)
+        if link.lost is not None:
+            raise link.lost
+        return link
+
+    async def _open(self, deployment: control_pb2.Deployment, plan: Plan) -> DriverLink:
+        target = self._view.driver_target(deployment)
+        link = DriverLink(
+            plan,
+            deployment.id,
+            target,
+            make_channel(target, self._credentials, own_connection=True),
+            queue=4 * self._limits.requests,
+            on_event=self._on_event,
+            on_lost=self._on_lost,
+        )
+        await link.open(self.node_id)
+        return link
+
+    def _on_event(self, link: DriverLink, event: generate_pb2.DriverEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind not in ("tokens", "finished", "failed", "started"):
+            return
+        message = getattr(event, kind)
+        running = self._table.get(message.request)
+        if running is None or running.link is not link or message.attempt != running.log.attempt:
+            return  # it has ended here, or moved on to another attempt
+        if kind == "tokens":
+            try:
+                running.take(message)
+            except (ProtocolError, Overloaded) as error:
+                self._fail(running, error)
+            # Ended by a stop string: only we can see those. (A driver knows EOS and max_tokens itself.)
+            outcome = running.log.outcome
+            if outcome is not None and outcome.stop_string:
+                self._tell_cancel(running)
+        elif kind == "started":
+            running.state = "running"
+        elif kind == "failed":
+            running.fail(error_from_proto(message.error))
+        elif message.reason in _DRIVER_REASONS:
+            running.end(message.reason)
+        else:
+            running.fail(
+                ProtocolError(f"the driver ended the request for an unknown reason: {message.reason!r}")
+            )
+
+    def _on_lost(self, link: DriverLink, error: P2PShardError) -> None:
+        log.warning("lost the driver of %s at %s: %s", link.plan.model, link.target, error)
+        for running in self._table:
+            if running.link is link:
+                running.fail(error)
+        for key, task in list(self._links.items()):
+            if _succeeded(task) and task.result() is link:
+                del self._links[key]
+        self._spawn(link.close())
+
+    # -- ends -----------------------------------------------------------------------------------
+    def _end(self, running: Running, reason: str) -> bool:
+        """Record, then tell the driver."""
+        ended = running.end(reason)
+        if ended:
+            self._tell_cancel(running)
+        return ended
+
+    def _fail(self, running: Running, error: P2PShardError) -> None:
+        if running.fail(error):
+            self._tell_cancel(running)
+
+    @staticmethod
+    def _tell_cancel(running: Running) -> None:
+        if running.link is not None:
+            cancel = generate_pb2.CancelRequest(request=running.id, attempt=running.log.attempt)
+            running.link.send(generate_pb2.DriverCommand(cancel=cancel))
+
+    async def _watch(self) -> None:
+        """Ends what nobody reads, streams whose node has left the cluster, and idle streams of past epochs."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for running in self._table:
+                if (
+                    running.unread_since is not None
+                    and loop.time() - running.unread_since > self._limits.unread_s
+                ):
+                    self._fail(
+                        running,
+                        Overloaded(
+                            f"the client has read nothing for {self._limits.unread_s:g} s; the request was cancelled"
+                        ),
+                    )
+                    self._table.remove(running)
+            members = {node.id for node in self._view.members()}
+            current = {(d.id, d.plan.epoch.n, d.plan.epoch.proposer) for d in self._view.deployments()}
+            for key, task in list(self._links.items()):
+                if not _succeeded(task):
+                    continue
+                link = task.result()
+                stage = link.plan.stages[0]
+                if stage.node not in members:
+                    link.lose(
+                        StageLost(
+                            f"node {stage.node} with layers {stage.layers[0]}-{stage.layers[1]} (and the driver) of "
+                            f"{link.plan.model} has left the cluster; start it again or deploy again",
+                            node=stage.node,
+                            layers=list(stage.layers),
+                        )
+                    )
+                elif key not in current and not any(r.link is link for r in self._table):
+                    del self._links[key]
+                    await link.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _sampling(request: generate_pb2.GenerateRequest) -> SamplingParams:
+    """With a seed: the client's, else one drawn here."""
+    message = generate_pb2.Sampling()
+    message.CopyFrom(request.sampling)
+    if not request.has_seed:
+        message.seed = secrets.randbits(63)
+    return SamplingParams.from_proto(message)
+
+
+def _check(request: generate_pb2.GenerateRequest) -> None:
+    if not request.model:
+        raise InvalidRequest("the request names no model", field="model")
+    if request.WhichOneof("input") is None:
+        raise InvalidRequest("the request has no prompt, prompt_ids or chat", field="prompt")
+    if len(request.stop) > _MAX_STOPS:
+        raise InvalidRequest(
+            f"{len(request.stop)} stop strings; at most {_MAX_STOPS} are taken", field="stop"
+        )
+    for stop in request.stop:
+        if not 1 <= len(stop) <= _MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"a stop string has {len(stop)} characters; 1 to {_MAX_STOP_CHARS} are taken", field="stop"
+            )
+    if not 0 <= request.deadline_s < float("inf"):
+        raise InvalidRequest(
+            f"deadline_s is {request.deadline_s}; it must be 0 (none) or more seconds", field="deadline_s"
+        )
+
+
+async def _unless_ended(running: Running, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, unless the request is cancelled or its deadline passes first."""
+    task, ended = asyncio.create_task(work), asyncio.create_task(running.ended.wait())
+    try:
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            outcome = running.log.outcome
+            if outcome is not None and outcome.error is not None:
+                raise outcome.error
+            if outcome is not None and outcome.reason == "deadline":
+                raise DeadlineExceeded("the deadline passed before the first token")
+            raise Cancelled("the request was cancelled before its first token")
+        return task.result()
+    finally:
+        task.cancel()
+        ended.cancel()
+        await asyncio.gather(task, ended, return_exceptions=True)
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _alive(task: asyncio.Task[DriverLink]) -> bool:
+    return _succeeded(task) and task.result().lost is None

@@ -1,0 +1,157 @@
+"""The Node gRPC service: what a client may ask of any node. Thin; the cluster and the gateway do the work."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import psutil
+
+from p2pshard.errors import Internal, P2PShardError, Refused
+from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
+from p2pshard.transport.grpc_errors import abort
+
+from .gateway.gateway import Gateway
+from .gateway.view import ClusterView
+
+__all__ = ["ModelNames", "NodeService", "is_local"]
+
+log = logging.getLogger(__name__)
+
+
+class ModelNames(Protocol):
+    """The part of the model store that ``ls`` shows."""
+
+    def names(self) -> list[dict[str, Any]]: ...
+
+
+def is_local(peer: str) -> bool:
+    """Whether a gRPC peer (``ipv4:1.2.3.4:5``, ``ipv6:%5B::1%5D:5``, ``unix:``) is a process on this machine."""
+    kind, _, rest = peer.partition(":")
+    if kind == "unix":
+        return True
+    if kind not in ("ipv4", "ipv6"):
+        return False
+    host = unquote(rest).rpartition(":")[0].strip("[]")
+    try:
+        address = _plain(host)
+    except ValueError:
+        return False
+    if address.is_loopback:
+        return True
+    own = (a.address for addresses in psutil.net_if_addrs().values() for a in addresses)
+    return any(address == o for text in own if (o := _address_or_none(text)) is not None)
+
+
+def _plain(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Without scope, and as IPv4 where it is one written as IPv6."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped or address
+
+
+def _address_or_none(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return _plain(text)
+    except ValueError:  # a MAC address
+        return None
+
+
+@asynccontextmanager
+async def _errors_cross(context: Any) -> AsyncIterator[None]:
+    """Every error leaves as one of ours; a fault of ours is logged here, where its traceback is."""
+    try:
+        yield
+    except P2PShardError as error:
+        await abort(context, error)
+    except Exception as error:
+        log.exception("a call to this node failed")
+        await abort(context, Internal(f"{type(error).__name__}: {error}"))
+
+
+class NodeService(control_pb2_grpc.NodeServicer):
+    """Serves clients. Paths, and stopping the node, are for clients on this machine only."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        gateway: Gateway,
+        store: ModelNames,
+        node_id: str,
+        shutdown: Callable[[], None] | Callable[[], Awaitable[None]],
+    ) -> None:
+        """`shutdown` asks the daemon to stop; it must return at once."""
+        self._view = view
+        self._gateway = gateway
+        self._store = store
+        self._node_id = node_id
+        self._shutdown = shutdown
+
+    async def Status(self, request: control_pb2.Empty, context: Any) -> control_pb2.StatusReply:
+        async with _errors_cross(context):
+            return control_pb2.StatusReply(json=json.dumps(self._view.status()))
+
+    async def Plan(self, request: control_pb2.PlanRequest, context: Any) -> control_pb2.PlanReply:
+        async with _errors_cross(context):
+            plan = await self._view.plan(request.model, request.settings_json, is_local(context.peer()))
+            return control_pb2.PlanReply(json=json.dumps(plan))
+
+    async def Deploy(
+        self, request: control_pb2.DeployRequest, context: Any
+    ) -> AsyncIterator[control_pb2.DeployProgress]:
+        async with _errors_cross(context):
+            progress = self._view.deploy(request.model, request.settings_json, is_local(context.peer()))
+            async for step in progress:
+                yield control_pb2.DeployProgress(json=json.dumps(step))
+
+    async def Undeploy(self, request: control_pb2.UndeployRequest, context: Any) -> control_pb2.Empty:
+        async with _errors_cross(context):
+            await self._view.undeploy(request.model)
+            return control_pb2.Empty()
+
+    async def Generate(
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generate_pb2.GenerateEvent]:
+        """Deploys nothing by itself. The end of the call, however it comes, ends the request on every stage."""
+        async with _errors_cross(context), aclosing(self._gateway.generate(request)) as events:
+            async for event in events:
+                yield event
+
+    async def Cancel(self, request: control_pb2.CancelOne, context: Any) -> control_pb2.Empty:
+        """Of a request that has ended, or never was, there is nothing to cancel: no error."""
+        self._gateway.cancel(request.request)
+        return control_pb2.Empty()
+
+    async def Ps(self, request: control_pb2.Empty, context: Any) -> control_pb2.StatusReply:
+        async with _errors_cross(context):
+            return control_pb2.StatusReply(
+                json=json.dumps({"requests": self._gateway.ps(), "kv": self._view.kv()})
+            )
+
+    async def Models(self, request: control_pb2.Empty, context: Any) -> control_pb2.StatusReply:
+        """Models in this node's store; paths are shown to clients on this machine only."""
+        async with _errors_cross(context):
+            local = is_local(context.peer())
+            models = [
+                {k: v for k, v in row.items() if local or k != "path"} | {"nodes": [self._node_id]}
+                for row in await asyncio.to_thread(self._store.names)
+            ]
+            return control_pb2.StatusReply(json=json.dumps({"models": models}, default=str))
+
+    async def Shutdown(self, request: control_pb2.Empty, context: Any) -> control_pb2.Empty:
+        async with _errors_cross(context):
+            if not is_local(context.peer()):
+                raise Refused(
+                    f"only a client on this node's own machine may stop it, and you are {unquote(context.peer())}; "
+                    "run p2pshard down there"
+                )
+            stopping = self._shutdown()
+            if stopping is not None:
+                await stopping
+            return control_pb2.Empty()
