@@ -294,8 +294,17 @@ class NotJoined:
     """Why, and what to do about it."""
 
 
+class _AsSent:
+    """``answer["key"]``: the JSON as the node sent it, also fields that this build does not know."""
+
+    json: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.json[key]
+
+
 @dataclass(frozen=True)
-class ClusterStatus:
+class ClusterStatus(_AsSent):
     """The cluster as one node sees it."""
 
     nodes: tuple[NodeStatus, ...]
@@ -345,7 +354,7 @@ class KvUse:
 
 
 @dataclass(frozen=True)
-class Requests:
+class Requests(_AsSent):
     """What `ps` shows."""
 
     requests: tuple[RequestStatus, ...]

@@ -16,8 +16,9 @@ from p2pshard.client.stream import AsyncStream, json_object
 from p2pshard.config import local_address, parse_address
 from p2pshard.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable, NotReady, ProtocolError
 from p2pshard.results import ClusterStatus, Deployment, ModelEntry, PlanResult, Requests
-from p2pshard.transport.channels import error_of, make_channel
+from p2pshard.transport.channels import make_channel
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
+from p2pshard.transport.grpc_errors import from_rpc_error
 
 __all__ = ["CONNECT_S", "AsyncClient", "find_nodes"]
 
@@ -152,7 +153,7 @@ class AsyncClient:
             try:
                 return await operation(address, control_pb2_grpc.NodeStub(channel))  # type: ignore[no-untyped-call]
             except grpc.aio.AioRpcError as error:
-                typed = error_of(error, address)
+                typed = from_rpc_error(error, address)
                 if not isinstance(typed, NodeUnreachable):
                     raise typed from error
         raise AssertionError("unreachable: _attempts raises at its end")

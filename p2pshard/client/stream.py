@@ -12,8 +12,8 @@ import grpc.aio
 
 from p2pshard.errors import InvalidRequest, NodeUnreachable, P2PShardError, ProtocolError
 from p2pshard.results import Generation, TextDelta, Token, plan_from
-from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.grpc_errors import from_rpc_error
 
 __all__ = ["AsyncStream", "json_object"]
 
@@ -32,24 +32,36 @@ class AsyncStream:
         self._opener = opener
         self._call: Any = None
         self._address = ""
+        self._first: generate_pb2.GenerateEvent | None = None
         self._resume = generate_pb2.ResumeRecord()
         self._text: list[str] = []
         self._tokens: list[Token] = []
         self._finish: generate_pb2.Finish | None = None
         self._error: P2PShardError | None = None
-        self._started = False
+        self._reading = False
+
+    async def start(self) -> None:
+        """Send the request and wait until a node has taken it; reading does so too. Raises as `result`."""
+        if self._call is not None or self._finish is not None:
+            return
+        try:
+            self._address, self._call, self._first = await self._opener()
+        except P2PShardError as error:
+            self._error = error
+            raise
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         if self._error:
             raise self._error
-        if self._started:
-            if self._finish is None:
-                raise InvalidRequest("this answer is already being read; a stream can be iterated once")
+        if self._finish is not None:
             return
-        self._started = True
+        if self._reading:
+            raise InvalidRequest("this answer is already being read; a stream can be iterated once")
+        self._reading = True
         try:
-            self._address, self._call, event = await self._opener()
-            while True:
+            await self.start()
+            event = self._first
+            while event is not None:
                 kind = event.WhichOneof("event")
                 if kind == "resume":
                     self._resume = event.resume
@@ -61,15 +73,13 @@ class AsyncStream:
                 elif kind == "finish":
                     self._finish = event.finish
                     return
-                event = await self._call.read()
-                if event is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
-                    self._call_ended_early(await self._call.code())
+                event = await self._next()
         except asyncio.CancelledError:
             if self._finish is None:
                 raise
             return  # `aclose` was called elsewhere while this waited for the next piece
         except grpc.aio.AioRpcError as error:
-            self._error = _located(error_of(error), self._address)
+            self._error = _located(from_rpc_error(error, self._address), self._address)
             raise self._error from error
         except P2PShardError as error:
             self._error = error
@@ -78,8 +88,12 @@ class AsyncStream:
             # also reached by `break` (the generator is closed) and by a cancelled task
             self._end()
 
-    def _call_ended_early(self, code: Any) -> None:
-        raise ProtocolError(f"the node at {self._address} ended the answer without a finish reason ({code})")
+    async def _next(self) -> generate_pb2.GenerateEvent:
+        event = await self._call.read()
+        if event is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
+            raise ProtocolError(f"the node at {self._address} ended the answer without a finish reason")
+        assert isinstance(event, generate_pb2.GenerateEvent)
+        return event
 
     def _end(self) -> None:
         if self._call is not None:
@@ -123,7 +137,6 @@ class AsyncStream:
 
     async def aclose(self) -> None:
         """Cancel the request unless it has finished."""
-        self._started = True
         self._end()
 
     async def __aenter__(self) -> Self:

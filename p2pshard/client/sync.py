@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -12,7 +14,7 @@ from typing import Any, Self, TypeVar, Unpack
 from p2pshard.client.aio import CONNECT_S, AsyncClient
 from p2pshard.client.options import GenerateOptions, Message, PlanOptions
 from p2pshard.client.stream import AsyncStream
-from p2pshard.errors import InvalidRequest
+from p2pshard.errors import Cancelled, InvalidRequest
 from p2pshard.results import (
     ClusterStatus,
     Deployment,
@@ -27,12 +29,16 @@ __all__ = ["Client", "Stream"]
 
 T = TypeVar("T")
 
+#: how long an interrupt waits for what it interrupted to let go
+_CANCEL_S = 3.0
+
 
 class _LoopThread:
     """An event loop on a thread of its own, for callers that have none."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._posted: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._main, name="p2pshard-client", daemon=True)
         self._thread.start()
 
@@ -41,16 +47,43 @@ class _LoopThread:
         self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result. An interrupt of the waiting thread cancels it on the loop."""
-        if self._loop.is_closed():
-            coroutine.close()
-            raise InvalidRequest("this client is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Its result. An interrupt of the waiting thread cancels it, and returns only when it has ended."""
+        outcome: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(task := self._loop.create_task(coroutine))
+            task.add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                outcome.set_exception(Cancelled("the client was closed while this was on its way"))
+            elif error := task.exception():
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(task.result())
+
         try:
-            return future.result()
-        except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(start)
+        except RuntimeError as error:
+            coroutine.close()
+            raise InvalidRequest("this client is closed") from error
+        try:
+            return outcome.result()
+        except (KeyboardInterrupt, SystemExit):
+            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            wait([outcome], timeout=_CANCEL_S)
             raise
+
+    def post(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run on the loop without waiting; nothing once it is closed."""
+
+        def start() -> None:
+            self._posted.add(task := self._loop.create_task(function()))
+            task.add_done_callback(self._posted.discard)
+
+        with suppress(RuntimeError):  # closed already: then nothing is left to do
+            self._loop.call_soon_threadsafe(start)
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -77,6 +110,8 @@ class Stream:
     def __init__(self, stream: AsyncStream, thread: _LoopThread) -> None:
         self._stream = stream
         self._thread = thread
+        # a stream that nobody holds any more must not keep a request running
+        weakref.finalize(self, thread.post, stream.aclose).atexit = False
 
     def __iter__(self) -> Iterator[TextDelta]:
         pieces = aiter(self._stream)
@@ -101,6 +136,26 @@ class Stream:
     def text(self) -> str:
         """The whole answer; waits for it."""
         return self.result().text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the whole answer; waits for it."""
+        return self.result().token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop``, ``length``, ``deadline`` or ``cancelled``; waits for the end."""
+        return self.result().finish_reason
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Waits for the end."""
+        return self.result().prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Waits for the end."""
+        return self.result().completion_tokens
 
     def close(self) -> None:
         """Cancel the request unless it has finished."""
@@ -182,11 +237,15 @@ class Client:
         return self._thread.run(self._client.deploy(model, on_progress=on_progress, **options))
 
     def generate(self, model: str, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
-        """See `AsyncClient.generate`."""
-        return Stream(self._client.generate(model, prompt, **options), self._thread)
+        """See `AsyncClient.generate`. Returns once a node has taken the request, and raises if none does."""
+        return self._started(self._client.generate(model, prompt, **options))
 
     def chat(
         self, model: str, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """See `AsyncClient.chat`."""
-        return Stream(self._client.chat(model, messages, **options), self._thread)
+        """See `AsyncClient.chat`. Returns once a node has taken the request, and raises if none does."""
+        return self._started(self._client.chat(model, messages, **options))
+
+    def _started(self, stream: AsyncStream) -> Stream:
+        self._thread.run(stream.start())
+        return Stream(stream, self._thread)
