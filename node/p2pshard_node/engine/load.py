@@ -1,0 +1,202 @@
+"""Filling a stage's modules: only the tensors it needs, each straight into its last form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from p2pshard.errors import ModelCorrupt, UnsupportedModel
+from p2pshard_node.engine import compat
+from p2pshard_node.engine.build import StageModules
+from p2pshard_node.engine.quant import Int8Linear, WideEmbedding, row_blocks
+
+__all__ = ["Weights", "load_weights", "weight_bytes"]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+#: Small linear layers that decide which expert runs: never quantised.
+_ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+
+
+class Weights(Protocol):
+    """A model's tensors by name, whatever the file's format."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def load(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """In `dtype`; with `rows`, only [first, end) of the first axis. Reads no more than it returns needs."""
+
+
+def load_weights(
+    modules: StageModules,
+    weights: Weights,
+    *,
+    int8: bool = False,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Give every parameter of `modules` its value.
+
+    At no time is there more than one row block of a matrix beside what stays (one stack of experts where they have to
+    be joined). Raises `ModelCorrupt` when a tensor is missing or has another shape.
+    """
+    if int8 and device != "cpu":
+        raise UnsupportedModel(
+            f"int8 runs on processors only, not on {device}; use bfloat16 or float16 there"
+        )
+    _Loader(modules, weights, int8, device, progress or (lambda done, total: None)).run()
+
+
+class _Loader:
+    def __init__(
+        self,
+        modules: StageModules,
+        weights: Weights,
+        int8: bool,
+        device: str,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.modules, self.weights, self.int8, self.device, self.progress = (
+            modules,
+            weights,
+            int8,
+            device,
+            progress,
+        )
+        self.model = modules.model
+        self.kept = compat.float32_names(modules.model, modules.dtype)
+        self.wanted = {k: tuple(v.shape) for k, v in modules.model.state_dict().items()}
+        self.total = sum(v.numel() for v in modules.model.state_dict().values())
+        self.done = 0
+
+    def run(self) -> None:
+        plan = compat.map_names(self.model, self.weights.names(), self.modules.known)
+        missing = set(self.wanted)
+        shared = False
+        if self.modules.part.head and self.modules.tied:
+            # a tied head is the embedding's tensor, whether or not the file also names it
+            shared = self.modules.part.embedding and not self.int8
+            if EMBEDDING in plan.direct:
+                plan.direct[HEAD] = plan.direct[EMBEDDING]
+            if shared:
+                missing.discard(HEAD)
+                plan.direct.pop(HEAD, None)
+        for target, source in plan.direct.items():
+            if target not in self.wanted:
+                continue
+            if self.weights.shape(source) != self.wanted[target]:
+                raise ModelCorrupt(
+                    f"tensor {source} has shape {self.weights.shape(source)}, the configuration asks for {self.wanted[target]}"
+                )
+            self._place(
+                target, lambda first, end, dtype, source=source: self._rows(source, first, end, dtype)
+            )  # type: ignore[misc]
+            missing.discard(target)
+        for fusion in plan.fused:
+            if fusion.target not in self.wanted:
+                continue
+            dtype = self._dtype(fusion.target)
+            made = compat.fuse(fusion, self.model, lambda name, dtype=dtype: self.weights.load(name, dtype))  # type: ignore[misc]
+            for target in list(made):
+                tensor = made.pop(target)
+                if target not in self.wanted or tuple(tensor.shape) != self.wanted[target]:
+                    raise ModelCorrupt(
+                        f"{target} was made in shape {tuple(tensor.shape)}, not {self.wanted.get(target, 'known to this model')}"
+                    )
+                self._place(
+                    target,
+                    lambda first, end, dtype, t=tensor: t[first:end].to(dtype) if t.ndim else t.to(dtype),
+                    tensor,
+                )  # type: ignore[misc]
+                missing.discard(target)
+        if missing:
+            names = sorted(missing)
+            raise ModelCorrupt(
+                f"{len(names)} tensors are missing from the model's files: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            )
+        if shared:
+            self.model.lm_head.weight = self.modules.base.embed_tokens.weight  # type: ignore[union-attr]
+        if self.int8 and self.modules.part.embedding:
+            self.modules.base.embed_tokens = WideEmbedding(self.modules.base.embed_tokens)
+
+    def _rows(self, source: str, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        whole = (first, end) == (0, (self.weights.shape(source) or (1,))[0])
+        return self.weights.load(source, dtype, None if whole else (first, end))
+
+    def _dtype(self, target: str) -> torch.dtype:
+        if self.int8:
+            return torch.bfloat16 if target == EMBEDDING else torch.float32
+        return torch.float32 if any(part in target for part in self.kept) else self.modules.dtype
+
+    def _place(
+        self,
+        target: str,
+        rows: Callable[[int, int, torch.dtype], torch.Tensor],
+        made: torch.Tensor | None = None,
+    ) -> None:
+        path, _, leaf = target.rpartition(".")
+        owner = self.model.get_submodule(path)
+        shape, dtype = self.wanted[target], self._dtype(target)
+        linear = isinstance(owner, nn.Linear) and leaf == "weight"
+        if linear and self.int8 and not _ROUTERS.search(path):
+            parent, _, name = path.rpartition(".")
+            quantised = Int8Linear(lambda a, b: rows(a, b, torch.float32), shape[0], shape[1], owner.bias)  # type: ignore[arg-type]
+            setattr(self.model.get_submodule(parent), name, quantised)
+        else:
+            # float32 products of one token run a third faster over columns; the values are the same
+            by_columns = (
+                dtype == torch.float32
+                and self.device == "cpu"
+                and len(shape) == 2
+                and (linear or target == EMBEDDING)
+            )
+            if made is not None and not by_columns:
+                value = made.to(device=self.device, dtype=dtype)
+            else:
+                value = self._fill(rows, shape, dtype, by_columns)
+            if leaf in owner._buffers:
+                owner._buffers[leaf] = value
+            else:
+                setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+        size = 1
+        for n in shape:
+            size *= n
+        self.done += size
+        self.progress(min(self.done, self.total), self.total)
+
+    def _fill(
+        self,
+        rows: Callable[[int, int, torch.dtype], torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        by_columns: bool,
+    ) -> torch.Tensor:
+        size = 1
+        for n in shape[1:]:
+            size *= n
+        count = shape[0] if shape else 1
+        blocks = list(row_blocks(count, size))
+        if len(blocks) == 1 and not by_columns:
+            return rows(0, count, dtype).to(self.device)
+        if by_columns:
+            columns_KN = torch.empty(shape[1], shape[0], dtype=dtype)
+            for first, end in blocks:
+                columns_KN[:, first:end] = rows(first, end, dtype).t()
+            return columns_KN.t()
+        value = torch.empty(shape, dtype=dtype, device=self.device)
+        for first, end in blocks:
+            value[first:end] = rows(first, end, dtype)
+        return value
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights: each storage once, int8 matrices with their scales, no computed buffers."""
+    persistent = model.state_dict(keep_vars=True).values()
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *persistent)}
+    return sum(tensors.values()) + sum(m.nbytes for m in model.modules() if isinstance(m, Int8Linear))
