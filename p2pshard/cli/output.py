@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from p2pshard.models.catalogue import CatalogueEntry
 from p2pshard.planning.plan import Plan
-from p2pshard.results import ClusterStatus, Deployment, PlanResult, Requests
+from p2pshard.results import ClusterStatus, Deployment, ModelEntry, PlanResult, Requests
 from p2pshard.units import format_bytes
 
 __all__ = [
+    "catalogue_table",
     "console",
     "console_err",
     "deployments_table",
     "kv_table",
+    "models_table",
     "nodes_table",
     "not_joined_table",
     "plan_table",
@@ -180,6 +183,22 @@ def deployments_table(deployments: Sequence[Deployment], names: Mapping[str, str
             stages,
             d.reason,
         )
+    return table
+
+
+def models_table(models: Sequence[ModelEntry]) -> Table:
+    table = _table("Models on the nodes", "name", "size", "nodes", "path", right=("size",))
+    for m in models:
+        table.add_row(m.name, format_bytes(m.size_bytes), ", ".join(m.nodes), m.path)
+    return table
+
+
+def catalogue_table(entries: Iterable[CatalogueEntry], held: Collection[str]) -> Table:
+    """``held``: names that some node has already."""
+    table = _table("Known by name", "name", "size", "what", "license", "", right=("size",))
+    for e in entries:
+        hint = "on a node" if e.name in held else f"p2pshard pull {e.name}"
+        table.add_row(e.name, format_bytes(e.nbytes), e.description, e.license, hint)
     return table
 
 
