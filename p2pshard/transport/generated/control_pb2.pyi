@@ -110,6 +110,7 @@ class NodeInfo(_message.Message):
     API_PORT_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """persistent"""
     name: _builtins.str
@@ -130,6 +131,8 @@ class NodeInfo(_message.Message):
 
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceProfile]: ...
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCounts]: ...
     def __init__(
         self,
         *,
@@ -144,14 +147,54 @@ class NodeInfo(_message.Message):
         api_port: _builtins.int = ...,
         devices: _abc.Iterable[Global___DeviceProfile] | None = ...,
         bytes_received: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerCounts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "api_port", b"api_port", "bytes_received", b"bytes_received", "cluster", b"cluster", "devices", b"devices", "id", b"id", "incarnation", b"incarnation", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "api_port", b"api_port", "bytes_received", b"bytes_received", "cluster", b"cluster", "devices", b"devices", "id", b"id", "incarnation", b"incarnation", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
+
+@_typing.final
+class WorkerCounts(_message.Message):
+    """What a node's workers last said of themselves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    deployment: _builtins.str
+    stage: _builtins.int
+    pid: _builtins.int
+    peak_bytes: _builtins.int
+    blocks_used: _builtins.int
+    blocks_total: _builtins.int
+    sequences: _builtins.int
+    def __init__(
+        self,
+        *,
+        deployment: _builtins.str = ...,
+        stage: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        blocks_used: _builtins.int = ...,
+        blocks_total: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "deployment", b"deployment", "peak_bytes", b"peak_bytes", "pid", b"pid", "sequences", b"sequences", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCounts: _TypeAlias = WorkerCounts  # noqa: Y015
 
 @_typing.final
 class HandshakeRequest(_message.Message):

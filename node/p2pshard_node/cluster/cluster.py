@@ -1,0 +1,600 @@
+"""The cluster as one node sees it: members, deployments, and what is done to them. Composes the parts beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from p2pshard.credentials import Credentials
+from p2pshard.errors import (
+    DoesNotFit,
+    InvalidRequest,
+    ModelNotFound,
+    NodeUnreachable,
+    NotReady,
+    P2PShardError,
+)
+from p2pshard.planning.plan import Epoch, Plan
+from p2pshard.planning.settings import Settings
+from p2pshard.transport.channels import error_of
+from p2pshard.transport.generated import control_pb2 as pb
+
+from ..identity import Identity
+from ..supervisor import Supervisor
+from . import leader
+from .agreement import Ledger
+from .coordinator import Coordinator
+from .fetch import Fetcher
+from .member import Member, error_to_proto, proto_to_error
+from .membership import MEMBER, not_joined, text
+from .peers import Peers
+from .planner import Planner
+from .service import ClusterService
+from .state import Deployments, deployment_id, settings_satisfied
+
+__all__ = ["Cluster"]
+
+SETTLE_S = 2.0
+"""After a start: time to hear of a coordinator before appointing one."""
+LEADER_WAIT_S = 10.0
+WANT_S = 120.0
+PULL_S = 5.0
+HOLDER_LIMIT = 64
+
+_log = logging.getLogger("p2pshard.cluster")
+
+
+class Cluster:
+    """One per daemon. The synchronous views only look; nothing in them waits."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        me: Callable[[], pb.NodeInfo],
+        credentials: Credentials | None,
+        store: Any,
+        supervisor: Supervisor,
+        budget: Callable[[], int],
+    ) -> None:
+        folder = identity.data_dir
+        self._identity, self._store, self._supervisor = identity, store, supervisor
+        self._started = time.monotonic()
+        self._followed = ""
+        self._claims: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._pulling: set[str] = set()
+        self._texts: dict[str, asyncio.Task[None]] = {}
+        self._holders: dict[str, list[str]] = {}
+        self.table = Deployments(folder / "deployments.json", identity.id)
+        self.peers = Peers(me, identity.exceed, credentials, self)
+        self.fetcher = Fetcher(store, self.peers)
+        self.planner = Planner(self.peers, self.table, self.fetcher)
+        self.member = Member(
+            self.peers,
+            Ledger.open(folder / "epochs"),
+            supervisor,
+            self.fetcher,
+            store,
+            folder / "sources",
+            self.followed,
+            budget,
+            self._report,
+        )
+        self.coordinator = Coordinator(
+            self.peers,
+            self.table,
+            self.member,
+            lambda: self._followed == identity.id,
+            self.planner.for_row,
+            self.holders,
+            self._publish,
+        )
+        self.service = ClusterService(self, self.peers, store)
+
+    # -- life
+    def start(self) -> None:
+        self._started = time.monotonic()
+        self.peers.start()
+        self.coordinator.start()
+        self._spawn(self._tick(), "cluster")
+
+    async def stop(self) -> None:
+        """Goodbye to all; nothing of ours runs afterwards."""
+        await self.coordinator.stop()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.peers.stop()
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    async def _tick(self) -> None:
+        second = 0.0
+        while True:
+            self._elect()
+            now = time.monotonic()
+            if now - second >= 1.0:
+                second = now
+                await self.member.tick()
+                for row in self.table.all():
+                    self._follow_up(row)
+            await asyncio.sleep(0.2)
+
+    # -- gossip (see peers.Gossip)
+    def followed(self) -> str:
+        return self._followed
+
+    def versions(self) -> list[pb.StateVersion]:
+        return self.table.versions()
+
+    def heard(self, node: str, coordinator: str, versions: list[pb.StateVersion]) -> None:
+        if self._claims.get(node) != coordinator:
+            self._claims[node] = coordinator
+            self._elect()
+        newer = self.table.newer(versions)
+        if newer and node not in self._pulling:
+            self._pulling.add(node)
+            self._spawn(self._pull(node, newer), f"pull from {node}")
+
+    def joined(self, node: str) -> None:
+        self._elect()
+        self.coordinator.members_changed()
+        self._notify()
+
+    def suspected(self, node: str) -> None:
+        self._notify()
+
+    def lost(self, node: str, reason: str) -> None:
+        self._claims.pop(node, None)
+        self._elect()
+        self.coordinator.lost(node, reason)
+        self.coordinator.members_changed()
+        self._notify()
+
+    def _elect(self) -> None:
+        settled = time.monotonic() - self._started >= SETTLE_S
+        chosen = leader.choose(
+            self._identity.id, self._followed, self.peers.member_ids(), self._claims, settled=settled
+        )
+        if chosen != self._followed:
+            _log.info("coordinator node=%s", chosen or "-")
+            self._followed = chosen
+            self.peers.kick()
+            self.coordinator.wake()
+            self._notify()
+
+    async def _pull(self, node: str, ids: list[str]) -> None:
+        try:
+            reply = await self.peers.stub(node).State(
+                pb.StateRequest(deployments=ids), timeout=PULL_S, metadata=self.peers.metadata
+            )
+        except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+            _log.debug("state not pulled from %s: %s", node, error)
+            return
+        finally:
+            self._pulling.discard(node)
+        changed = self.table.merge(reply.deployments)
+        if changed:
+            for row in changed:
+                self._follow_up(row)
+            self._spread()
+
+    def _spread(self) -> None:
+        """A deployment changed: tell everybody now, not with the next ping."""
+        self.peers.kick()
+        self.coordinator.wake()
+        self._notify()
+
+    def _publish(self, row: pb.Deployment) -> None:
+        self._follow_up(self.table.write(row))
+        self._spread()
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self._spawn(notify(), "notify")
+
+    def _follow_up(self, row: pb.Deployment) -> None:
+        """What every node does about a row: end workers of what is not wanted, fetch what requests need of what is."""
+        if not row.wanted:
+            if self._supervisor.worker(row.id) is not None:
+                self._spawn(self.member.remove(row.id), "remove")
+        elif row.state in ("loading", "ready") and row.manifest not in self._texts:
+            self._texts[row.manifest] = asyncio.create_task(
+                self._fetch_text(row.manifest), name="fetch tokenizer"
+            )
+            self._texts[row.manifest].add_done_callback(lambda t, m=row.manifest: self._text_done(m, t))  # type: ignore[misc]
+
+    def _text_done(self, manifest: str, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            # `ensure_text` and the next change of the row try again.
+            self._texts.pop(manifest, None)
+
+    async def _fetch_text(self, manifest: str) -> None:
+        found = await self.fetcher.manifest(manifest, self._holders_of(manifest))
+        await self.fetcher.extras(found, self._holders_of(manifest))
+
+    # -- reports of this node's stages
+    def _report(self, event: pb.StageEvent) -> None:
+        self._spawn(self._deliver(event), "report")
+
+    async def _deliver(self, event: pb.StageEvent) -> None:
+        """To whoever coordinates; a few tries, for a coordinator may just be changing."""
+        for attempt in range(5):
+            target = self._followed
+            if target == self._identity.id:
+                self.coordinator.reported(event)
+                return
+            try:
+                if target:
+                    await self.peers.stub(target).Report(event, timeout=2.0, metadata=self.peers.metadata)
+                    return
+            except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+                _log.debug("report not delivered to %s: %s", target, error)
+            await asyncio.sleep(0.2 * 2**attempt)
+        _log.warning("report not delivered kind=%s deployment=%s", event.kind, event.deployment)
+
+    # -- views
+    def members(self) -> list[pb.NodeInfo]:
+        """The nodes of the cluster, this one first."""
+        return [self.peers.state.me, *(p.info for p in self.peers.state.members())]
+
+    def not_joined(self) -> list[dict[str, Any]]:
+        """Rows ``{address, reason, code, version_here, version_there}``."""
+        return not_joined(self.peers.state)
+
+    def deployments(self) -> list[pb.Deployment]:
+        """Wanted deployments in any state, and those that were refused."""
+        return [r for r in self.table.all() if r.wanted or r.state == "refused"]
+
+    def find(self, model: str) -> pb.Deployment | None:
+        """The wanted deployment of a name, id or manifest digest."""
+        row = self.table.find(model)
+        return row if row is not None and row.wanted else None
+
+    def holders(self, deployment: str) -> list[str]:
+        """Members that are known to have the model's files, likely ones first."""
+        row = self.table.get(deployment)
+        return self._holders_of(row.manifest) if row else []
+
+    def _holders_of(self, manifest: str) -> list[str]:
+        known = self._holders.get(manifest, [])
+        return list(dict.fromkeys([*known, *sorted(self.peers.member_ids())]))[:HOLDER_LIMIT]
+
+    async def wait_ready(self, deployment_id: str, timeout_s: float) -> pb.Deployment:
+        """The deployment once it is ready. Raises `NotReady` after the time, or at once when it was refused or removed."""
+        row = self.table.get(deployment_id)
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                while True:
+                    row = self.table.get(deployment_id)
+                    if row is None or not row.wanted:
+                        state = row.state if row else "removed"
+                        raise NotReady(
+                            f"{row.model if row else deployment_id} is {state}: {row.reason if row else 'not deployed'}",
+                            state=state,
+                            reason=row.reason if row else "",
+                        )
+                    if row.state == "ready":
+                        return row
+                    await self._changed.wait()
+        except TimeoutError:
+            model, state, reason = (
+                (row.model, row.state, row.reason) if row else (deployment_id, "removed", "")
+            )
+            raise NotReady(
+                f"{model} is {state} after {timeout_s:.0f} s{': ' + reason if reason else ''}",
+                state=state,
+                reason=reason,
+            ) from None
+
+    def driver_target(self, deployment: pb.Deployment) -> str:
+        """``host:port`` of the first stage's worker. Raises `NotReady` or `NodeUnreachable`."""
+        first = next((e for e in deployment.endpoints if e.stage == 0), None)
+        if first is None:
+            raise NotReady(
+                f"{deployment.model} has no driver yet", state=deployment.state, reason=deployment.reason
+            )
+        if first.node == self._identity.id:
+            return text((self._supervisor.local_host, first.port))
+        return text((self.peers.host(first.node), first.port))
+
+    async def ensure_text(self, manifest: str) -> None:
+        """Have manifest and tokenizer here. Raises `ModelNotFound` or `ModelCorrupt`."""
+        task = self._texts.get(manifest)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._texts[manifest] = asyncio.create_task(
+                self._fetch_text(manifest), name="fetch tokenizer"
+            )
+            task.add_done_callback(lambda t: self._text_done(manifest, t))
+        await asyncio.shield(task)
+
+    def status(self) -> dict[str, Any]:
+        """``{nodes, not_joined, deployments, coordinator}`` as ``status --json`` prints it."""
+        alive = {self._identity.id} | {p.info.id for p in self.peers.state.members() if p.phase == MEMBER}
+        return {
+            "nodes": [self._node_row(info, info.id in alive) for info in self.members()],
+            "not_joined": self.not_joined(),
+            "deployments": [self._deployment_row(row) for row in self.deployments()],
+            "coordinator": self._followed,
+        }
+
+    def _node_row(self, info: pb.NodeInfo, alive: bool) -> dict[str, Any]:
+        device = info.devices[0] if info.devices else pb.DeviceProfile()
+        peer = self.peers.state.peers.get(info.id)
+        row = {
+            "id": info.id,
+            "name": info.name,
+            "addresses": [text((a.host, a.port)) for a in info.addresses],
+            "memory_free": device.free_bytes,
+            "memory_budget": device.budget_bytes,
+            "device": device.device,
+            "incarnation": info.incarnation,
+            "bytes_received": info.bytes_received,
+            "version": info.version,
+            "api_port": info.api_port,
+            "state": "member" if alive else "suspected",
+            "this": info.id == self._identity.id,
+        }
+        if peer is not None and peer.outbound is not None:
+            row["address"] = text(peer.outbound)
+            row["rtt_ms"] = round(peer.rtt_ms, 3)
+            link = self.peers.links.get(self._identity.id, info.id)
+            row["bandwidth_mbps"] = round(link.bandwidth_mbps, 1) if link else 0.0
+        return row
+
+    def _deployment_row(self, row: pb.Deployment) -> dict[str, Any]:
+        plan = Plan.from_proto(row.plan).to_json() if row.HasField("plan") and row.plan.replicas else None
+        if plan is not None:
+            ends = {(e.stage, e.node): e for e in row.endpoints}
+            for index, stage in enumerate(plan["replicas"][0]["stages"]):
+                for rank in stage["ranks"]:
+                    end = ends.get((index, rank["node"]))
+                    if end is None:
+                        continue
+                    counts = self._counts(end.node, row.id)
+                    rank.update(
+                        pid=end.pid,
+                        port=end.port,
+                        peak_bytes=max(end.peak_bytes, counts.peak_bytes if counts else 0),
+                        actual_weight_bytes=end.actual_weight_bytes,
+                        actual_kv_bytes=end.actual_kv_bytes,
+                        actual_base_bytes=end.actual_base_bytes,
+                    )
+        return {
+            "id": row.id,
+            "model": row.model,
+            "manifest": row.manifest,
+            "state": row.state,
+            "reason": row.reason,
+            "settings": json.loads(row.settings_json or "{}"),
+            "plan": plan,
+            "progress": self.coordinator.progress(row.id),
+        }
+
+    def _counts(self, node: str, deployment: str) -> pb.WorkerCounts | None:
+        """What the node last said of its worker."""
+        for info in self.members():
+            if info.id == node:
+                return next((w for w in info.workers if w.deployment == deployment), None)
+        return None
+
+    def kv(self) -> list[dict[str, Any]]:
+        """``[{node, model, stage, blocks_used, blocks_total, sequences}]``: every stage's worker, the driver's (stage 0) first."""
+        rows = []
+        for row in self.deployments():
+            for end in sorted(row.endpoints, key=lambda e: e.stage):
+                counts = self._counts(end.node, row.id)
+                if counts is not None:
+                    rows.append(
+                        {
+                            "node": end.node,
+                            "model": row.model,
+                            "stage": end.stage,
+                            "blocks_used": counts.blocks_used,
+                            "blocks_total": counts.blocks_total,
+                            "sequences": counts.sequences,
+                        }
+                    )
+        return rows
+
+    # -- what clients ask
+    async def _resolve(self, ref: str, local_client: bool) -> tuple[str, str]:
+        """``(name, manifest digest)`` of a model reference: from this node's store, what is deployed, or another member."""
+        try:
+            resolved = await asyncio.to_thread(self._store.resolve, ref, local_client=local_client)
+        except ModelNotFound:
+            row = self.table.find(ref)
+            if row is None:
+                raise
+            return row.model, row.manifest
+        digest = resolved.manifest.digest
+        self._holders.setdefault(digest, [self._identity.id])
+        return resolved.name, digest
+
+    async def plan(self, model_ref: str, settings_json: str, local_client: bool) -> dict[str, Any]:
+        """``{fits, plan, shortfall_bytes, suggestions, terms}``; loads nothing."""
+        settings = Settings.from_json(settings_json)
+        name, digest = await self._resolve(model_ref, local_client)
+        try:
+            plan = await self.planner.plan(
+                name, digest, settings, Epoch(0, self._identity.id), self._holders_of(digest)
+            )
+        except DoesNotFit as error:
+            details = error.details
+            return {
+                "fits": False,
+                "plan": None,
+                "shortfall_bytes": int(details.get("shortfall_bytes", 0)),
+                "suggestions": list(details.get("suggestions", [])),
+                "terms": details.get("terms", []),
+                "reason": error.message,
+            }
+        return {
+            "fits": True,
+            "plan": plan.to_json(),
+            "shortfall_bytes": 0,
+            "suggestions": [],
+            "terms": self.planner.terms(plan),
+        }
+
+    async def deploy(
+        self, model_ref: str, settings_json: str, local_client: bool
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Want a deployment and yield ``{state, reason, model, plan, progress}`` until it is ready. Raises why it is not."""
+        settings = Settings.from_json(settings_json)
+        name, digest = await self._resolve(model_ref, local_client)
+        existing = self.table.get(deployment_id(digest))
+        if (
+            existing is not None
+            and existing.wanted
+            and settings_satisfied(settings_json, existing.settings_json)
+        ):
+            row = existing
+        else:
+            row = await self._want_at_coordinator(
+                pb.WantDeployment(
+                    model=name,
+                    manifest=digest,
+                    settings_json=settings.to_json(),
+                    holder=self._holders_of(digest)[0],
+                )
+            )
+        last: dict[str, Any] | None = None
+        asked = (row.version, row.writer)
+        while True:
+            current = self.table.get(row.id)
+            if current is not None and (current.version, current.writer) >= asked:
+                row = current
+            progress = self._deployment_row(row)
+            if progress != last:
+                last = progress
+                yield progress
+            if row.state == "ready":
+                return
+            if not row.wanted:
+                raise _refusal(row)
+            try:
+                async with asyncio.timeout(0.5), self._changed:
+                    await self._changed.wait()
+            except TimeoutError:
+                continue  # only to show how far loading has come
+
+    async def _coordinator(self) -> str:
+        """Id of the coordinator, waiting for one that is being found. Raises `NodeUnreachable`."""
+        deadline = time.monotonic() + LEADER_WAIT_S
+        while not self._followed or self._followed not in self.peers.member_ids():
+            if time.monotonic() > deadline:
+                raise NodeUnreachable(f"the cluster has no coordinator after {LEADER_WAIT_S:.0f} s", tried=[])
+            await asyncio.sleep(0.1)
+        return self._followed
+
+    async def _want_at_coordinator(self, request: pb.WantDeployment) -> pb.Deployment:
+        target = await self._coordinator()
+        if target == self._identity.id:
+            reply = await self.want(request)
+        else:
+            try:
+                reply = await self.peers.stub(target).Want(
+                    request, timeout=WANT_S, metadata=self.peers.metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                raise error_of(error) from error
+        if reply.HasField("error"):
+            raise proto_to_error(reply.error)
+        self.table.merge([reply.deployment])
+        return reply.deployment
+
+    async def want(self, request: pb.WantDeployment) -> pb.WantReply:
+        """As coordinator: take a wish, refused at once when the members cannot hold it."""
+        try:
+            if not 0 < len(request.model) <= 512:
+                raise InvalidRequest("a model's name has 1 to 512 characters")
+            settings = Settings.from_json(request.settings_json)
+            if request.holder:
+                known = self._holders.setdefault(request.manifest, [])
+                if request.holder not in known:
+                    known.insert(0, request.holder)
+                    del known[HOLDER_LIMIT:]
+            key = deployment_id(request.manifest)
+            existing = self.table.get(key)
+            wanted = existing is not None and existing.wanted
+            if (
+                wanted
+                and existing is not None
+                and settings_satisfied(request.settings_json, existing.settings_json)
+            ):
+                return pb.WantReply(deployment=existing)
+            # A dry run first: what cannot fit is refused before anything of it is loaded or kept.
+            await self.planner.plan(
+                request.model,
+                request.manifest,
+                settings,
+                Epoch(0, self._identity.id),
+                self._holders_of(request.manifest),
+            )
+            row = pb.Deployment(
+                id=key,
+                model=request.model,
+                manifest=request.manifest,
+                wanted=True,
+                settings_json=settings.to_json(),
+                state="planning",
+            )
+            if wanted:
+                await self.coordinator.replace(key)
+            self._publish(row)
+            kept = self.table.get(key)
+            assert kept is not None, "just written"
+            return pb.WantReply(deployment=kept)
+        except P2PShardError as error:
+            return pb.WantReply(error=error_to_proto(error))
+
+    async def undeploy(self, model: str) -> None:
+        """No node wants the model any more; its workers end. Raises `ModelNotFound`."""
+        if self.find(model) is None:
+            raise ModelNotFound(f"{model} is not deployed; `p2pshard ps` and `status` list what is")
+        target = await self._coordinator()
+        if target == self._identity.id:
+            await self.unwant(model)
+            return
+        try:
+            await self.peers.stub(target).Unwant(
+                pb.UndeployRequest(model=model), timeout=WANT_S, metadata=self.peers.metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+
+    async def unwant(self, model: str) -> None:
+        """As coordinator: a tombstone, which overtakes every older version of the row."""
+        known = self.find(model)
+        if known is None:
+            raise ModelNotFound(f"{model[:200]} is not deployed")
+        row = pb.Deployment()
+        row.CopyFrom(known)
+        row.wanted, row.state, row.reason = False, "removed", "undeployed"
+        del row.endpoints[:]
+        self._publish(row)
+        await self.member.remove(row.id)
+
+
+def _refusal(row: pb.Deployment) -> P2PShardError:
+    return NotReady(f"{row.model} is {row.state}: {row.reason}", state=row.state, reason=row.reason)

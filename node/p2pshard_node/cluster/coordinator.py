@@ -1,0 +1,491 @@
+"""The proposer's half: while this node coordinates, it brings every wanted deployment into force and keeps it there.
+
+An attempt asks all members for their epochs, then either sends a COMMIT again that somebody has already
+accepted, or plans, prepares and commits anew. It ends ready (the driver has seen a token cross every stage),
+refused, or broken; a broken one is tried again with growing, random pauses, and at once when members change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from p2pshard.errors import (
+    Conflict,
+    DoesNotFit,
+    Internal,
+    InvalidRequest,
+    ModelCorrupt,
+    NodeUnreachable,
+    NotReady,
+    P2PShardError,
+    StageLost,
+    UnsupportedModel,
+)
+from p2pshard.planning.plan import Epoch, Plan
+from p2pshard.transport.channels import error_of
+from p2pshard.transport.generated import control_pb2 as pb
+from p2pshard.transport.generated import plan_pb2
+
+from . import agreement
+from .member import Member, lost_stage, proto_to_error
+from .peers import Peers
+from .proposal import Proposal
+from .state import Deployments
+
+__all__ = ["Coordinator"]
+
+ASK_S = 2.0
+COMMIT_S = 5.0
+READY_S = 120.0
+RETRY_FIRST_S = 0.3
+RETRY_MOST_S = 20.0
+LOOP_S = 0.5
+PREPARE_SILENCE_S = 240.0
+FINAL = (InvalidRequest, UnsupportedModel, ModelCorrupt)
+"""Errors that another attempt cannot mend."""
+
+_log = logging.getLogger("p2pshard.coordinator")
+
+
+@dataclass
+class Attempt:
+    """What is under way for one deployment."""
+
+    task: asyncio.Task[None] | None = None
+    epoch: Epoch = agreement.ZERO
+    ready: asyncio.Future[pb.StageEvent] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    progress: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By node: ``{node, phase, done_bytes, total_bytes}``."""
+
+
+class Coordinator:
+    """Acts only while ``leading()``. ``make_plan(row, epoch)`` raises `DoesNotFit`; ``publish(row)`` writes and spreads a row."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        table: Deployments,
+        member: Member,
+        leading: Callable[[], bool],
+        make_plan: Callable[[pb.Deployment, Epoch], Awaitable[Plan]],
+        holders: Callable[[str], list[str]],
+        publish: Callable[[pb.Deployment], None],
+    ) -> None:
+        self._peers, self._table, self._member, self._leading = peers, table, member, leading
+        self._make_plan, self._holders, self._publish = make_plan, holders, publish
+        self._attempts: dict[str, Attempt] = {}
+        self._failures: dict[str, tuple[int, float]] = {}
+        """By deployment: attempts failed in a row, and when the next is due."""
+        self._spoilt: dict[str, Epoch] = {}
+        """Epochs that are known not to work any more."""
+        self._served: set[str] = set()
+        """Deployments that have been ready: they are never given up."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # -- life
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="coordinator")
+
+    async def stop(self) -> None:
+        tasks = [t for t in (self._task, *(a.task for a in self._attempts.values())) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Something has changed: look now."""
+        self._wake.set()
+
+    def progress(self, deployment: str) -> list[dict[str, Any]]:
+        """Rows ``{node, phase, done_bytes, total_bytes}`` of the attempt under way."""
+        attempt = self._attempts.get(deployment)
+        return list(attempt.progress.values()) if attempt else []
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except P2PShardError as error:
+                _log.error("coordinator: %s", error.message)
+            try:
+                await asyncio.wait_for(self._wake.wait(), LOOP_S)
+            except TimeoutError:
+                continue  # nothing happened; look anyway
+            self._wake.clear()
+
+    def _look(self) -> None:
+        if not self._leading():
+            for attempt in self._attempts.values():
+                if attempt.task is not None:
+                    attempt.task.cancel()
+            return
+        now = time.monotonic()
+        for row in self._table.all():
+            if not row.wanted:
+                self._failures.pop(row.id, None)
+                self._cancel(row.id)
+            elif (
+                row.id not in self._attempts
+                and row.state != "ready"
+                and now >= self._failures.get(row.id, (0, 0.0))[1]
+            ):
+                attempt = self._attempts[row.id] = Attempt()
+                attempt.task = asyncio.create_task(self._attempt(row.id, attempt), name=f"deploy {row.model}")
+                attempt.task.add_done_callback(lambda t, d=row.id, a=attempt: self._ended(d, a, t))  # type: ignore[misc]
+            elif row.state == "ready":
+                self._served.add(row.id)
+                for node in Plan.from_proto(row.plan).nodes if row.HasField("plan") else ():
+                    if node not in self._peers.member_ids():
+                        self.lost(node, "it is no member now")
+                        break
+
+    def _cancel(self, deployment: str) -> None:
+        attempt = self._attempts.get(deployment)
+        if attempt is not None and attempt.task is not None:
+            attempt.task.cancel()
+
+    def _ended(self, deployment: str, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        if self._attempts.get(deployment) is attempt:
+            del self._attempts[deployment]
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("an attempt failed unexpectedly", exc_info=task.exception())
+            self._fail(deployment, Internal(f"{task.exception()!r}"))
+        self.wake()
+
+    async def replace(self, deployment: str) -> None:
+        """The deployment is wanted with other settings: end what is under way for the old ones."""
+        row = self._table.get(deployment)
+        if row is not None and row.HasField("plan"):
+            self._spoilt[deployment] = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
+        attempt = self._attempts.get(deployment)
+        if attempt is not None and attempt.task is not None:
+            attempt.task.cancel()
+            await asyncio.gather(attempt.task, return_exceptions=True)
+            self._attempts.pop(deployment, None)
+        self._failures.pop(deployment, None)
+
+    # -- what happens meanwhile
+    def reported(self, event: pb.StageEvent) -> None:
+        """A member tells what became of its stage, or of a neighbour's."""
+        row = self._table.get(event.deployment)
+        if row is None or not self._leading():
+            return
+        epoch = Epoch(event.epoch.n, event.epoch.proposer)
+        attempt = self._attempts.get(event.deployment)
+        if attempt is not None and attempt.epoch == epoch and not attempt.ready.done():
+            if event.kind == "ready":
+                attempt.ready.set_result(event)
+            elif event.kind in ("lost", "not_ready", "stuck"):
+                attempt.ready.set_exception(proto_to_error(event.error))
+                attempt.ready.exception()  # seen: an attempt that has not come so far fails by itself
+            return
+        current = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
+        if (
+            row.wanted
+            and row.state == "ready"
+            and epoch == current
+            and event.kind in ("lost", "stuck", "not_ready")
+        ):
+            self._broken(row, proto_to_error(event.error), epoch)
+
+    def lost(self, node: str, why: str) -> None:
+        """A node is no member any more."""
+        for row in self._table.all():
+            if not row.wanted or not row.HasField("plan") or row.state not in ("ready", "loading"):
+                continue
+            plan = Plan.from_proto(row.plan)
+            for stage in plan.stages:
+                if stage.node != node:
+                    continue
+                peer = self._peers.state.peers.get(node)
+                error = lost_stage(peer.info.name if peer else node, node, stage, why)
+                attempt = self._attempts.get(row.id)
+                if attempt is not None:
+                    if attempt.epoch == plan.epoch and not attempt.ready.done():
+                        attempt.ready.set_exception(error)
+                        attempt.ready.exception()
+                elif self._leading() and row.state == "ready":
+                    self._broken(row, error, plan.epoch)
+
+    def members_changed(self) -> None:
+        """Somebody joined or left: what failed may work now."""
+        for deployment, (count, _) in list(self._failures.items()):
+            self._failures[deployment] = (min(count, 2), time.monotonic() + random.uniform(0.1, 0.5))
+        self.wake()
+
+    def _broken(self, row: pb.Deployment, error: P2PShardError, epoch: Epoch) -> None:
+        self._spoilt[row.id] = max(epoch, self._spoilt.get(row.id, agreement.ZERO))
+        # A short pause: whatever broke it is mostly still being noticed elsewhere.
+        self._failures[row.id] = (1, time.monotonic() + random.uniform(0.2, 0.6))
+        self._set(row.id, "broken", error.message)
+        self.wake()
+
+    def _set(self, deployment: str, state: str, reason: str = "", **changes: Any) -> None:
+        known = self._table.get(deployment)
+        if known is None:
+            return
+        row = pb.Deployment()
+        row.CopyFrom(known)
+        row.state, row.reason = state, reason
+        if "plan" in changes:
+            row.plan.CopyFrom(changes["plan"].to_proto())
+        if "endpoints" in changes:
+            del row.endpoints[:]
+            row.endpoints.extend(changes["endpoints"])
+        if "wanted" in changes:
+            row.wanted = changes["wanted"]
+        _log.info(
+            "deployment model=%s state=%s epoch=%s reason=%s",
+            row.model,
+            state,
+            row.plan.epoch.n,
+            reason or "-",
+        )
+        self._publish(row)
+
+    # -- one attempt
+    async def _attempt(self, deployment: str, attempt: Attempt) -> None:
+        row = self._table.get(deployment)
+        assert row is not None, "attempts are of rows in the table"
+        proposal: Proposal | None = None
+        try:
+            reports, endpoints = await self._ask(deployment)
+            choice = agreement.decide(reports, spoilt=self._spoilt.get(deployment, agreement.ZERO))
+            if isinstance(choice, agreement.Resend):
+                _log.info("sending the commit of epoch %s again model=%s", choice.plan.epoch.n, row.model)
+                proposal = Proposal.resend(choice.plan)
+                attempt.epoch = choice.plan.epoch
+            else:
+                if row.state not in ("planning", "broken"):
+                    self._set(deployment, "planning")
+                plan = await self._make_plan(row, Epoch(choice.n, self._peers.id))
+                proposal = Proposal(plan)
+                attempt.epoch = plan.epoch
+                self._set(deployment, "loading", plan=plan, endpoints=[])
+                endpoints = await self._prepare(row, proposal, attempt)
+            ordered = [e for _, e in sorted((e.stage, e) for e in endpoints.values())] if endpoints else []
+            self._set(deployment, "loading", "connecting the stages", plan=proposal.plan, endpoints=ordered)
+            await self._commit(deployment, proposal, ordered)
+            try:
+                async with asyncio.timeout(READY_S):
+                    await attempt.ready
+            except TimeoutError:
+                raise NotReady(
+                    f"no token crossed all stages within {READY_S:.0f} s",
+                    state="loading",
+                    reason="first token",
+                ) from None
+            self._failures.pop(deployment, None)
+            self._served.add(deployment)
+            self._set(deployment, "ready", plan=proposal.plan, endpoints=ordered)
+        except P2PShardError as error:
+            if proposal is not None and not isinstance(error, Conflict):
+                self._spoilt[deployment] = max(
+                    proposal.plan.epoch, self._spoilt.get(deployment, agreement.ZERO)
+                )
+            await self._abort(deployment, proposal)
+            self._fail(deployment, error)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort(deployment, proposal))
+            raise
+
+    def _fail(self, deployment: str, error: P2PShardError) -> None:
+        """Record that an attempt failed, and when to try again, if at all."""
+        count = self._failures.get(deployment, (0, 0.0))[0] + 1
+        pause = min(RETRY_MOST_S, RETRY_FIRST_S * 2**count) * random.uniform(0.5, 1.0)
+        self._failures[deployment] = (count, time.monotonic() + pause)
+        row = self._table.get(deployment)
+        if row is None or not row.wanted:
+            return
+        served = deployment in self._served or row.state == "broken"
+        hopeless = isinstance(error, FINAL) or (isinstance(error, DoesNotFit) and (not served) and count >= 2)
+        if hopeless and not served:
+            self._set(deployment, "refused", error.message, wanted=False)
+            return
+        reason = error.message
+        if isinstance(error, DoesNotFit) and row.state == "broken" and row.reason:
+            cause = row.reason.split("; the members left")[0]
+            reason = f"{cause}; the members left cannot hold it: {error.message}"
+        if row.state != "broken" or row.reason != reason:
+            self._set(
+                deployment, "broken" if served or not isinstance(error, DoesNotFit) else "planning", reason
+            )
+
+    async def _ask(self, deployment: str) -> tuple[dict[str, agreement.Report], dict[str, pb.StageEndpoint]]:
+        """Epochs and endpoints of all members that answer."""
+        query = pb.EpochQuery(deployment=deployment, asker=self._peers.id)
+
+        async def one(node: str) -> tuple[str, pb.EpochReport | None]:
+            if node == self._peers.id:
+                return node, await self._member.epochs(deployment, node)
+            try:
+                stub = self._peers.stub(node)
+                return node, await stub.Epochs(query, timeout=ASK_S, metadata=self._peers.metadata)
+            except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+                _log.warning("node %s does not tell its epochs: %s", node, error)
+                return node, None
+
+        reports: dict[str, agreement.Report] = {}
+        endpoints: dict[str, pb.StageEndpoint] = {}
+        for node, message in await asyncio.gather(*(one(n) for n in self._peers.member_ids())):
+            if message is not None:
+                reports[node] = agreement.report_from_proto(message)
+                endpoints.update({node: e for e in message.endpoints if e.node == node})
+        return reports, endpoints
+
+    async def _prepare(
+        self, row: pb.Deployment, proposal: Proposal, attempt: Attempt
+    ) -> dict[str, pb.StageEndpoint]:
+        """All members load at once; the first refusal ends it."""
+        plan = proposal.plan
+        request = pb.PrepareRequest(
+            deployment=row.id,
+            epoch=_epoch(plan.epoch),
+            digest=plan.digest(),
+            plan=plan.to_proto(),
+            lease_s=agreement.LEASE_S,
+            manifest_holders=self._holders(row.id),
+        )
+        endpoints: dict[str, pb.StageEndpoint] = {}
+
+        async def one(node: str) -> None:
+            async for message in self._prepare_one(node, request):
+                kind = message.WhichOneof("event")
+                if kind == "progress":
+                    p = message.progress
+                    attempt.progress[node] = {
+                        "node": node,
+                        "phase": p.phase,
+                        "done_bytes": p.done_bytes,
+                        "total_bytes": p.total_bytes,
+                    }
+                elif kind == "refused":
+                    raise _at(self._name(node), proto_to_error(message.refused))
+                elif kind == "prepared":
+                    endpoints[node] = message.prepared
+                    proposal.on_prepared(node)
+                    return
+            raise NodeUnreachable(f"node {self._name(node)} ended its answer early", tried=[node])
+
+        await self._all({n: one(n) for n in proposal.outbox()}, proposal, attempt.ready)
+        return endpoints
+
+    async def _prepare_one(self, node: str, request: pb.PrepareRequest) -> Any:
+        """The member's progress messages, from the wire or from this process. Raises our errors only."""
+        if node == self._peers.id:
+            async for message in self._member.prepare(request):
+                yield message
+            return
+        try:
+            call = self._peers.stub(node).Prepare(request, metadata=self._peers.metadata)
+            try:
+                while True:
+                    async with asyncio.timeout(PREPARE_SILENCE_S):
+                        message = await call.read()
+                    if message is grpc.aio.EOF:
+                        return
+                    yield message
+            finally:
+                call.cancel()
+        except grpc.aio.AioRpcError as error:
+            raise _at(self._name(node), error_of(error)) from error
+        except TimeoutError:
+            raise NotReady(
+                f"node {self._name(node)} reported nothing for {PREPARE_SILENCE_S:.0f} s",
+                state="loading",
+                reason="stuck",
+            ) from None
+
+    async def _commit(self, deployment: str, proposal: Proposal, endpoints: list[pb.StageEndpoint]) -> None:
+        request = pb.CommitRequest(
+            deployment=deployment,
+            epoch=_epoch(proposal.plan.epoch),
+            digest=proposal.plan.digest(),
+            endpoints=endpoints,
+        )
+
+        async def one(node: str) -> None:
+            if node == self._peers.id:
+                reply = await self._member.commit(request)
+            else:
+                try:
+                    reply = await self._peers.stub(node).Commit(
+                        request, timeout=COMMIT_S, metadata=self._peers.metadata
+                    )
+                except grpc.aio.AioRpcError as error:
+                    raise _at(self._name(node), error_of(error)) from error
+            if not reply.accepted:
+                raise _at(self._name(node), proto_to_error(reply.error))
+            proposal.on_committed(node)
+
+        await self._all({n: one(n) for n in proposal.outbox()}, proposal, None)
+
+    async def _all(
+        self, work: Mapping[str, Any], proposal: Proposal, ready: asyncio.Future[pb.StageEvent] | None
+    ) -> None:
+        """Run all; at the first failure (or when the attempt has already failed elsewhere) end the rest and raise it."""
+        tasks = {asyncio.create_task(w): node for node, w in work.items()}
+        waiting: set[asyncio.Future[Any]] = set(tasks)
+        watch: set[asyncio.Future[Any]] = {ready} if ready is not None else set()
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting | watch, return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    error = future.exception()
+                    if error is not None:
+                        node = tasks.get(future, "")  # type: ignore[call-overload]
+                        ours = error if isinstance(error, P2PShardError) else Internal(repr(error))
+                        proposal.on_refused(node, ours)
+                        raise ours
+                waiting -= done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _abort(self, deployment: str, proposal: Proposal | None) -> None:
+        """Tell every member of a failed proposal to drop what it prepared; leases do it where this does not arrive."""
+        if proposal is None:
+            return
+        request = pb.AbortRequest(deployment=deployment, epoch=_epoch(proposal.plan.epoch))
+
+        async def one(node: str) -> None:
+            if node == self._peers.id:
+                await self._member.abort(request)
+                return
+            try:
+                await self._peers.stub(node).Abort(request, timeout=ASK_S, metadata=self._peers.metadata)
+            except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+                _log.debug("abort not delivered to %s: %s", node, error)
+
+        await asyncio.gather(*(one(n) for n in proposal.plan.nodes if n not in proposal.committed))
+
+    def _name(self, node: str) -> str:
+        if node == self._peers.id:
+            return self._peers.state.me.name
+        peer = self._peers.state.peers.get(node)
+        return peer.info.name if peer else node
+
+
+def _at(name: str, error: P2PShardError) -> P2PShardError:
+    """The same error, with the node's name in front of its message."""
+    if isinstance(error, StageLost) or name in error.message:
+        return error
+    error.message = f"node {name}: {error.message}"
+    error.args = (error.message,)
+    return error
+
+
+def _epoch(epoch: Epoch) -> plan_pb2.Epoch:
+    return plan_pb2.Epoch(n=epoch.n, proposer=epoch.proposer)

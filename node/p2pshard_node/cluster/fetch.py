@@ -1,0 +1,221 @@
+"""Model content from other members, by hash: the manifest, the tokenizer, and the tensors of our own layers.
+
+Several at once, each from any member that holds it; a download resumes at the byte where it stopped, on
+another member if need be, and is verified before it counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from p2pshard.errors import ModelCorrupt, ModelNotFound, NodeUnreachable, P2PShardError
+from p2pshard.models.manifest import Manifest, TensorEntry
+from p2pshard.transport.channels import error_of
+from p2pshard.transport.generated import control_pb2 as pb
+
+from .peers import Peers
+
+__all__ = ["Fetcher"]
+
+CONCURRENCY = 4
+ROUNDS = 3
+"""How often all sources of one tensor are tried."""
+QUERY_HASHES = 512
+SILENCE_S = 10.0
+"""A source that sends nothing for so long is left for another."""
+MAX_MANIFEST = 64 << 20
+
+_log = logging.getLogger("p2pshard.fetch")
+
+
+class Fetcher:
+    """Downloads into a `ModelStore`; one per node. ``bytes_received`` counts tensor bytes."""
+
+    def __init__(self, store: Any, peers: Peers) -> None:
+        self._store, self._peers = store, peers
+        self._gate = asyncio.Semaphore(CONCURRENCY)
+        self._manifests: dict[str, asyncio.Task[Manifest]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.bytes_received = 0
+
+    def _sources(self, holders: Iterable[str]) -> list[str]:
+        """Members to ask, those said to hold the model first."""
+        members = self._peers.member_ids() - {self._peers.id}
+        first = [h for h in dict.fromkeys(holders) if h in members]
+        rest = sorted(members - set(first))
+        random.shuffle(rest)
+        return first + rest
+
+    async def manifest(self, digest: str, holders: Sequence[str] = ()) -> Manifest:
+        """The manifest, from here or from a member. Raises `ModelNotFound` when nobody has it."""
+        local = await asyncio.to_thread(self._store.get, digest)
+        if local is not None:
+            return local  # type: ignore[no-any-return]
+        task = self._manifests.get(digest)
+        if task is None:
+            task = self._manifests[digest] = asyncio.create_task(self._fetch_manifest(digest, holders))
+            task.add_done_callback(lambda _: self._manifests.pop(digest, None))
+        return await asyncio.shield(task)
+
+    async def _fetch_manifest(self, digest: str, holders: Sequence[str]) -> Manifest:
+        for node in self._sources(holders):
+            data = bytearray()
+            try:
+                call = self._peers.stub(node).Manifest(
+                    pb.ManifestRequest(digest=digest), timeout=60.0, metadata=self._peers.metadata
+                )
+                async for piece in call:
+                    data += piece.data
+                    if len(data) > MAX_MANIFEST:
+                        raise ModelCorrupt(
+                            f"the manifest that node {node} sends is above {MAX_MANIFEST} bytes"
+                        )
+                return await asyncio.to_thread(self._store.add_manifest, bytes(data), digest)  # type: ignore[no-any-return]
+            except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+                _log.debug("no manifest %s from %s: %s", digest[:12], node, error)
+            except P2PShardError as error:
+                _log.warning("manifest from node=%s not taken: %s", node, error.message)
+        raise ModelNotFound(
+            f"no member has the model with manifest {digest[:12]}; the node that had it is gone"
+        )
+
+    async def ensure(
+        self,
+        digest: str,
+        entries: Sequence[TensorEntry],
+        holders: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Have every tensor here. ``progress(done, total)`` in bytes. Raises `ModelNotFound` naming what nobody holds."""
+        await self._all({e.sha256: (e.nbytes, e.name) for e in entries}, holders, progress)
+
+    async def extras(self, manifest: Manifest, holders: Sequence[str] = ()) -> None:
+        """Have the tokenizer and other blobs here, so that this node can serve requests."""
+        await self._all({sha: (size, "tokenizer") for sha, size in manifest.blobs.items()}, holders, None)
+
+    async def _all(
+        self,
+        wanted: dict[str, tuple[int, str]],
+        holders: Sequence[str],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        def missing_here() -> list[str]:
+            return [sha for sha in wanted if not self._store.holds(sha)]
+
+        missing = await asyncio.to_thread(missing_here)
+        if not missing:
+            return
+        total = sum(wanted[sha][0] for sha in missing)
+        done = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+        count(0)
+        held = await self._holders(missing, holders)
+        jobs = [asyncio.create_task(self._one(sha, *wanted[sha], held[sha], count)) for sha in missing]
+        try:
+            await asyncio.gather(*jobs)
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+
+    async def _holders(self, hashes: Sequence[str], holders: Sequence[str]) -> dict[str, list[str]]:
+        """Which members hold each of the hashes, likely ones first."""
+        found: dict[str, list[str]] = {sha: [] for sha in hashes}
+        sources = self._sources(holders)
+
+        async def ask(node: str) -> dict[str, bool]:
+            answer: dict[str, bool] = {}
+            for start in range(0, len(hashes), QUERY_HASHES):
+                part = hashes[start : start + QUERY_HASHES]
+                try:
+                    reply = await self._peers.stub(node).HasTensors(
+                        pb.TensorQuery(sha256=part), timeout=10.0, metadata=self._peers.metadata
+                    )
+                except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+                    _log.debug("%s does not say what it holds: %s", node, error)
+                    return answer
+                answer.update(zip(part, reply.held, strict=False))
+            return answer
+
+        for node, answer in zip(sources, await asyncio.gather(*(ask(n) for n in sources)), strict=True):
+            for sha in hashes:
+                if answer.get(sha):
+                    found[sha].append(node)
+        return found
+
+    async def _one(
+        self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
+    ) -> None:
+        """One download at a time per hash, however many ask for it."""
+        async with self._gate:
+            running = self._running.get(sha)
+            if running is not None:
+                await asyncio.shield(running)
+                return
+            task = asyncio.create_task(self._download(sha, nbytes, name, sources, count))
+            self._running[sha] = task
+            try:
+                await task
+            finally:
+                task.cancel()
+                self._running.pop(sha, None)
+
+    async def _download(
+        self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
+    ) -> None:
+        trouble = "no member holds it"
+        for attempt in range(ROUNDS):
+            # Different tensors start at different members, so that all of them send.
+            start = int(sha[:8], 16) % len(sources) if sources else 0
+            for node in sources[start:] + sources[:start]:
+                try:
+                    await self._from(node, sha, nbytes, count)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    trouble = f"node {node}: {error_of(error).message}"
+                except P2PShardError as error:
+                    trouble = f"node {node}: {error.message}"
+                except TimeoutError:
+                    trouble = f"node {node} sent nothing for {SILENCE_S:.0f} s"
+                _log.warning("tensor interrupted name=%s reason=%s", name, trouble)
+            await asyncio.sleep(0.5 * (attempt + 1))
+        raise ModelNotFound(
+            f"tensor {name} ({nbytes} bytes) cannot be fetched from any member: {trouble}", sha256=sha
+        )
+
+    async def _from(self, node: str, sha: str, nbytes: int, count: Callable[[int], None]) -> None:
+        writer = await asyncio.to_thread(self._store.writer, sha, nbytes)
+        try:
+            got = writer.offset
+            call = self._peers.stub(node).Tensor(
+                pb.TensorRequest(sha256=sha, offset=got), metadata=self._peers.metadata
+            )
+            try:
+                while got < nbytes:
+                    async with asyncio.timeout(SILENCE_S):
+                        piece = await call.read()
+                    if piece is grpc.aio.EOF:
+                        raise NodeUnreachable(f"it ended after {got} of {nbytes} bytes")
+                    if got + len(piece.data) > nbytes:
+                        raise ModelCorrupt(f"it sends more than the {nbytes} bytes of the tensor")
+                    await asyncio.to_thread(writer.write, piece.data)
+                    got += len(piece.data)
+                    self.bytes_received += len(piece.data)
+                    count(len(piece.data))
+            finally:
+                call.cancel()
+            await asyncio.to_thread(writer.finish)
+        finally:
+            await asyncio.to_thread(writer.close)

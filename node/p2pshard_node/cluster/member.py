@@ -1,0 +1,381 @@
+"""The member's half in action: prepares, commits and drops stages of this node, and reports what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from p2pshard.errors import (
+    Conflict,
+    DoesNotFit,
+    Internal,
+    P2PShardError,
+    ProtocolError,
+    StageLost,
+    from_wire,
+)
+from p2pshard.models.layout import needed_tensors
+from p2pshard.planning.plan import Epoch, Plan, Stage
+from p2pshard.transport.generated import control_pb2 as pb
+from p2pshard.transport.generated import generate_pb2, plan_pb2
+
+from ..supervisor import Supervisor, Worker
+from . import agreement
+from .fetch import Fetcher
+from .peers import Peers
+
+__all__ = ["Member", "error_to_proto", "proto_to_error"]
+
+PROGRESS_QUEUE = 64
+
+_log = logging.getLogger("p2pshard.member")
+
+
+def error_to_proto(error: P2PShardError) -> generate_pb2.Error:
+    wire = error.to_wire()
+    return generate_pb2.Error(
+        code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
+    )
+
+
+def proto_to_error(message: generate_pb2.Error) -> P2PShardError:
+    try:
+        details = json.loads(message.details_json or "{}")
+    except (ValueError, RecursionError):
+        details = {}  # the error itself is worth more than its details
+    return from_wire({"code": message.code, "message": message.message, "details": details})
+
+
+def lost_stage(name: str, node: str, stage: Stage, why: str) -> StageLost:
+    """The error that names a stage that is gone, by the node's name and its layers."""
+    first, last = stage.layers
+    return StageLost(f"layers {first}-{last} on node {name} are gone: {why}", node=node, layers=[first, last])
+
+
+class Member:
+    """One per node. ``budget(device)``: all that workers may use now; ``report``: tells the coordinator."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        ledger: agreement.Ledger,
+        supervisor: Supervisor,
+        fetcher: Fetcher,
+        store: Any,
+        folder: Path,
+        followed: Callable[[], str],
+        budget: Callable[[], int],
+        report: Callable[[pb.StageEvent], None],
+    ) -> None:
+        self._peers, self._ledger, self._supervisor, self._fetcher = peers, ledger, supervisor, fetcher
+        self._store, self._folder, self._followed, self._budget, self._report = (
+            store,
+            folder,
+            followed,
+            budget,
+            report,
+        )
+        self._loading: dict[str, asyncio.Task[pb.StageEndpoint]] = {}
+        self._ready: dict[str, Epoch] = {}
+        """Epochs whose driver here has seen a token cross all stages."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    # -- prepare
+    async def prepare(self, request: pb.PrepareRequest) -> AsyncIterator[pb.PrepareProgress]:
+        """Promise, load, and say so; what goes wrong is the last message, typed."""
+        queue: asyncio.Queue[pb.PrepareProgress] = asyncio.Queue(PROGRESS_QUEUE)
+        task: asyncio.Task[pb.StageEndpoint] | None = None
+        try:
+            task = self._begin(request, queue)
+            while not (task.done() and queue.empty()):
+                getter = asyncio.ensure_future(queue.get())
+                await asyncio.wait([getter, task], return_when=asyncio.FIRST_COMPLETED)
+                if getter.done():
+                    yield getter.result()
+                else:
+                    getter.cancel()
+            if task.cancelled():
+                raise Conflict(f"epoch {request.epoch.n} was overtaken while it loaded")
+            yield pb.PrepareProgress(prepared=task.result())
+        except P2PShardError as error:
+            _log.warning(
+                "prepare refused deployment=%s epoch=%s reason=%s",
+                request.deployment,
+                request.epoch.n,
+                error.message,
+            )
+            yield pb.PrepareProgress(refused=error_to_proto(error))
+        finally:
+            if task is not None and not task.done():
+                task.cancel()  # the proposer is gone
+
+    def _begin(
+        self, request: pb.PrepareRequest, queue: asyncio.Queue[pb.PrepareProgress]
+    ) -> asyncio.Task[pb.StageEndpoint]:
+        deployment = agreement.checked_name(request.deployment)
+        plan = Plan.from_proto(request.plan)
+        epoch = Epoch(request.epoch.n, request.epoch.proposer)
+        leader = self._followed()
+        if leader and leader != epoch.proposer and leader in self._peers.member_ids():
+            raise Conflict(
+                f"this node follows coordinator {leader}, which is alive; {epoch.proposer} may not propose now"
+            )
+        index = self._own_stage(plan)
+        record = agreement.prepare(
+            self._ledger.get(deployment), epoch, plan, request.digest, time.monotonic(), request.lease_s
+        )
+        self._ledger.put(record)
+        self._ready.pop(deployment, None)
+        earlier = self._loading.pop(deployment, None)
+        task = asyncio.create_task(
+            self._load(deployment, plan, index, list(request.manifest_holders)[:64], queue, earlier),
+            name=f"load {deployment}",
+        )
+        self._loading[deployment] = task
+        task.add_done_callback(lambda t: self._loaded(deployment, t))
+        return task
+
+    def _loaded(self, deployment: str, task: asyncio.Task[pb.StageEndpoint]) -> None:
+        if self._loading.get(deployment) is task:
+            del self._loading[deployment]
+        if not task.cancelled():
+            task.exception()  # seen here; `prepare` passes it on if its caller is still there
+
+    def _own_stage(self, plan: Plan) -> int:
+        mine = [i for i, s in enumerate(plan.stages) for r in s.ranks if r.node == self._peers.id]
+        if len(mine) != 1 or len(plan.replicas) != 1 or len(plan.stages[mine[0]].ranks) != 1:
+            raise ProtocolError(
+                f"the plan gives this node {len(mine)} stages; it takes exactly one, with one rank"
+            )
+        return mine[0]
+
+    async def _load(
+        self,
+        deployment: str,
+        plan: Plan,
+        index: int,
+        holders: list[str],
+        queue: asyncio.Queue[pb.PrepareProgress],
+        earlier: asyncio.Task[pb.StageEndpoint] | None,
+    ) -> pb.StageEndpoint:
+        if earlier is not None:
+            earlier.cancel()
+            await asyncio.gather(earlier, return_exceptions=True)
+        await self._supervisor.stop(deployment)
+        stage = plan.stages[index]
+        self._check_budget(deployment, stage)
+
+        def tell(phase: str, done: int, total: int) -> None:
+            if not queue.full():  # a slow listener misses steps, never the end
+                queue.put_nowait(
+                    pb.PrepareProgress(
+                        progress=pb.Progress(phase=phase, done_bytes=max(0, done), total_bytes=max(0, total))
+                    )
+                )
+
+        manifest = await self._fetcher.manifest(plan.manifest, holders)
+        entries = needed_tensors(manifest, *stage.layers, stage.embedding, stage.head)
+        await self._fetcher.ensure(
+            plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)
+        )
+        source = self._folder / f"{deployment}.json"
+        await asyncio.to_thread(self._store.write_source, manifest, entries, source)
+        worker, event = await self._supervisor.load(
+            deployment,
+            plan=plan.to_json(),
+            stage=index,
+            source=source,
+            budget_bytes=stage.ranks[0].budget_bytes,
+            progress=tell,
+        )
+        try:
+            self._ledger.put(agreement.loaded(self._ledger.get(deployment), plan.epoch, time.monotonic()))
+        except P2PShardError:
+            await self._supervisor.stop(deployment)
+            raise
+        return self._endpoint(index, worker, event)
+
+    def _check_budget(self, deployment: str, stage: Stage) -> None:
+        """Raises `DoesNotFit` when this node's own measure says that the stage does not fit now."""
+        rank = stage.ranks[0]
+        available = self._budget() - self._supervisor.used_bytes(without=deployment)
+        if rank.total_bytes > available:
+            terms = {
+                "weight_bytes": rank.weight_bytes,
+                "kv_bytes": rank.kv_bytes,
+                "workspace_bytes": rank.workspace_bytes,
+                "base_bytes": rank.base_bytes,
+                "available_bytes": available,
+            }
+            raise DoesNotFit(
+                f"layers {stage.layers[0]}-{stage.layers[1]} need {rank.total_bytes:,} bytes here and "
+                f"{max(0, available):,} are free now",
+                shortfall_bytes=rank.total_bytes - available,
+                terms=[{"node": self._peers.id, **terms}],
+                suggestions=["ask for a smaller --context", "end other programs on that node, or add a node"],
+            )
+
+    def _endpoint(self, index: int, worker: Worker, event: dict[str, Any]) -> pb.StageEndpoint:
+        return pb.StageEndpoint(
+            stage=index,
+            node=self._peers.id,
+            port=int(event["port"]),
+            pid=worker.pid,
+            peak_bytes=worker.peak_bytes,
+            actual_weight_bytes=int(event.get("weight_bytes", 0)),
+            actual_kv_bytes=int(event.get("kv_bytes", 0)),
+            actual_base_bytes=int(event.get("base_bytes", 0)),
+            fingerprint=str(event.get("fingerprint", "")),
+        )
+
+    # -- commit, abort, questions
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
+        """Start serving the epoch; as often as asked."""
+        try:
+            epoch = Epoch(request.epoch.n, request.epoch.proposer)
+            record, changed = agreement.commit(self._ledger.get(request.deployment), epoch, request.digest)
+            assert record.plan is not None, "what is loaded has a plan"
+            message = self._activation(record.plan, request)
+            self._ledger.put(record)
+            if changed:
+                self._supervisor.activate(request.deployment, message)
+            elif self._ready.get(request.deployment) == epoch:
+                self._send(request.deployment, "ready")
+        except P2PShardError as error:
+            return pb.CommitReply(accepted=False, error=error_to_proto(error))
+        return pb.CommitReply(accepted=True)
+
+    def _activation(self, plan: Plan, request: pb.CommitRequest) -> dict[str, Any]:
+        """Where this stage sends to. Raises `ProtocolError` when the endpoints are not the plan's."""
+        index = self._own_stage(plan)
+        ports = {e.stage: e.port for e in request.endpoints}
+        nodes = {e.stage: e.node for e in request.endpoints}
+        if any(nodes.get(i) != s.node or not 0 < ports[i] < 65536 for i, s in enumerate(plan.stages)):
+            raise ProtocolError(f"the commit of epoch {plan.epoch.n} names other endpoints than its plan")
+
+        def target(stage: int) -> list[Any]:
+            return [self._peers.host(nodes[stage]), ports[stage]]
+
+        last = len(plan.stages) - 1
+        return {
+            "deployment": request.deployment,
+            "epoch": [plan.epoch.n, plan.epoch.proposer],
+            "digest": request.digest,
+            "next": target(index + 1) if index < last else None,
+            "back": target(0) if index == last and last > 0 else None,
+        }
+
+    async def abort(self, request: pb.AbortRequest) -> None:
+        """Drop an epoch that was prepared and not committed."""
+        await self.drop(request.deployment, Epoch(request.epoch.n, request.epoch.proposer))
+
+    async def drop(self, deployment: str, epoch: Epoch) -> None:
+        """As `abort`; what is committed stays."""
+        record = self._ledger.get(deployment)
+        if record.promised != epoch or record.active == epoch:
+            return
+        loading = self._loading.get(deployment)
+        if loading is not None:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
+        await self._supervisor.stop(deployment)
+
+    async def remove(self, deployment: str) -> None:
+        """The deployment is no longer wanted: end its worker, whatever its epoch."""
+        loading = self._loading.get(deployment)
+        if loading is not None:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        self._ready.pop(deployment, None)
+        if self._supervisor.worker(deployment) is not None:
+            await self._supervisor.stop(deployment)
+        record = self._ledger.get(deployment)
+        if record.prepared:
+            self._ledger.put(agreement.unloaded(record))
+
+    async def epochs(self, deployment: str, asker: str) -> pb.EpochReport:
+        """What is promised and active here."""
+        record = self._ledger.get(deployment)
+        return agreement.report_to_proto(record, self._followed(), self.endpoints(deployment))
+
+    def endpoints(self, deployment: str) -> list[pb.StageEndpoint]:
+        """Of the stage that is loaded here; empty when none is."""
+        record, worker = self._ledger.get(deployment), self._supervisor.worker(deployment)
+        if not record.prepared or record.plan is None or worker is None or not worker.loaded:
+            return []
+        return [self._endpoint(self._own_stage(record.plan), worker, worker.loaded)]
+
+    async def tick(self) -> None:
+        """Once a second: leases of prepared epochs."""
+        now = time.monotonic()
+        for record in list(self._ledger.records.values()):
+            if not record.prepared or record.active == record.promised:
+                continue
+            if record.promised.proposer in self._peers.member_ids():
+                self._ledger.put(agreement.renew(record, now))
+            elif agreement.lapsed(record, now):
+                _log.warning(
+                    "prepared epoch dropped deployment=%s epoch=%s: its proposer is gone",
+                    record.deployment,
+                    record.promised.n,
+                )
+                await self.drop(record.deployment, record.promised)
+
+    # -- what workers say
+    def worker_event(self, deployment: str, event: dict[str, Any]) -> None:
+        """Pass on what a worker said of its stage, or that it is gone."""
+        record = self._ledger.get(deployment)
+        if record.plan is None:
+            return
+        index = self._own_stage(record.plan)
+        stage = record.plan.stages[index]
+        name = self._peers.state.me.name
+        match event["ev"]:
+            case "ready":
+                self._ready[deployment] = record.active
+                self._send(deployment, "ready")
+            case "not_ready":
+                self._ready.pop(deployment, None)
+                self._send(
+                    deployment,
+                    "not_ready",
+                    error=Internal(f"node {name}: {event.get('reason', 'no reason given')}"),
+                )
+            case "edge_lost":
+                at = int(event.get("stage", index))
+                error = from_wire(event.get("error") or {})
+                self._send(deployment, "lost", at if 0 <= at < len(record.plan.stages) else index, error)
+            case "fatal" | "exit" as kind:
+                self._ready.pop(deployment, None)
+                why = str(event["reason"]) if kind == "exit" else from_wire(event.get("error") or {}).message
+                if kind == "exit":
+                    self._ledger.put(agreement.unloaded(record))
+                self._send(
+                    deployment, "lost", index, lost_stage(name, self._peers.id, stage, f"its worker {why}")
+                )
+            case other:
+                _log.warning("worker says %r, which is not known here", other)
+
+    def _send(
+        self, deployment: str, kind: str, stage: int | None = None, error: P2PShardError | None = None
+    ) -> None:
+        record = self._ledger.get(deployment)
+        assert record.plan is not None, "only a loaded stage reports"
+        own = self.endpoints(deployment)
+        self._report(
+            pb.StageEvent(
+                deployment=deployment,
+                epoch=plan_pb2.Epoch(n=record.promised.n, proposer=record.promised.proposer),
+                stage=self._own_stage(record.plan) if stage is None else stage,
+                node=self._peers.id,
+                kind=kind,
+                error=error_to_proto(error) if error is not None else None,
+                endpoint=own[0] if own else None,
+            )
+        )

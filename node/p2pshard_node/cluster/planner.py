@@ -1,0 +1,103 @@
+"""Gives the pure planner what is known now: budgets of the members that answer, their links, the model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from p2pshard.planning.memory import profile_model
+from p2pshard.planning.plan import Epoch, Plan
+from p2pshard.planning.profiles import LinkProfile, NodeBudget
+from p2pshard.planning.settings import Settings
+from p2pshard.planning.solver import make_plan
+from p2pshard.transport.generated import control_pb2 as pb
+
+from .fetch import Fetcher
+from .peers import Peers
+from .state import Deployments, deployment_id
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Reads the cluster's state; changes nothing."""
+
+    def __init__(self, peers: Peers, table: Deployments, fetcher: Fetcher) -> None:
+        self._peers, self._table, self._fetcher = peers, table, fetcher
+
+    async def for_row(self, row: pb.Deployment, epoch: Epoch) -> Plan:
+        """A plan for a deployment as it is wanted. Raises `DoesNotFit`, or what is wrong with the model."""
+        settings = Settings.from_json(row.settings_json)
+        return await self.plan(row.model, row.manifest, settings, epoch, sorted(self._peers.member_ids()))
+
+    async def plan(
+        self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]
+    ) -> Plan:
+        """Raises `DoesNotFit`, `InvalidRequest`, or what is wrong with the model."""
+        found = await self._fetcher.manifest(manifest, holders)
+        nodes, links = self.nodes(deployment_id(manifest)), self.links()
+        model = await asyncio.to_thread(profile_model, found, settings.dtype, name)
+        return await asyncio.to_thread(make_plan, nodes, model, links, settings, epoch)
+
+    def nodes(self, deployment: str) -> list[NodeBudget]:
+        """Budgets for one deployment: what other deployments have booked is taken off, its own bookings are not."""
+        booked: dict[tuple[str, str], int] = {}
+        for row in self._table.all():
+            if (
+                row.id != deployment
+                and row.wanted
+                and row.state in ("loading", "ready")
+                and row.HasField("plan")
+            ):
+                for stage in Plan.from_proto(row.plan).stages:
+                    for rank in stage.ranks:
+                        booked[rank.node, rank.device] = (
+                            booked.get((rank.node, rank.device), 0) + rank.total_bytes
+                        )
+        alive = self._peers.alive()
+        infos = [self._peers.state.me, *(p.info for p in self._peers.state.members())]
+        return [
+            NodeBudget(
+                node=info.id,
+                name=info.name,
+                device=d.device,
+                budget_bytes=max(0, d.budget_bytes - booked.get((info.id, d.device), 0)),
+                base_bytes=d.base_bytes,
+                free_bytes=d.free_bytes,
+                bandwidth_gbps=d.bandwidth_gbps,
+                gflops=d.matmul_gflops,
+                dtypes=tuple(d.dtypes),
+            )
+            for info in infos
+            if info.id in alive
+            for d in info.devices[:1]  # the device that the node was told to use
+        ]
+
+    def links(self) -> list[LinkProfile]:
+        """Pairs of members that both ends saw working just now."""
+        usable = self._peers.links.usable(time.monotonic())
+        found = []
+        for (a, b), there in usable.items():
+            if a < b:
+                back = usable[b, a]
+                measured = [x.bandwidth_mbps for x in (there, back) if x.bandwidth_mbps]
+                found.append(LinkProfile(a, b, max(there.rtt_ms, back.rtt_ms), min(measured, default=0.0)))
+        return found
+
+    def terms(self, plan: Plan) -> list[dict[str, Any]]:
+        """Rows of bytes per term and node."""
+        return [
+            {
+                "node": rank.node,
+                "layers": list(stage.layers),
+                "weight_bytes": rank.weight_bytes,
+                "kv_bytes": rank.kv_bytes,
+                "workspace_bytes": rank.workspace_bytes,
+                "base_bytes": rank.base_bytes,
+                "budget_bytes": rank.budget_bytes,
+            }
+            for stage in plan.stages
+            for rank in stage.ranks
+        ]

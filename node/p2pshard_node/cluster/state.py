@@ -1,0 +1,132 @@
+"""The deployments that the cluster wants, as every node knows them: merged by (version, writer), never by clock."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from google.protobuf import json_format
+
+from p2pshard.errors import InvalidRequest, P2PShardError
+from p2pshard.planning.plan import Plan
+from p2pshard.transport.generated import control_pb2 as pb
+
+from ..identity import read_json, write_json
+from .agreement import checked_name
+
+__all__ = ["STATES", "Deployments", "deployment_id", "settings_satisfied"]
+
+STATES = ("planning", "loading", "ready", "broken", "refused", "removed")
+MAX_DEPLOYMENTS = 1024
+MAX_VERSION = 2**62
+
+_log = logging.getLogger("p2pshard.state")
+
+
+def deployment_id(manifest: str) -> str:
+    """One deployment per model content: what name it has is for people."""
+    return hashlib.sha256(f"deployment {manifest}".encode()).hexdigest()[:16]
+
+
+def settings_satisfied(asked: str, existing: str) -> bool:
+    """Whether a deployment with the existing settings is what was asked for: nothing asked by name differs."""
+    empty = (None, "auto", {}, [])
+    want = {k: v for k, v in json.loads(asked or "{}").items() if v not in empty}
+    have = json.loads(existing or "{}")
+    return all(have.get(k, 1 if k == "concurrency" else None) == v for k, v in want.items())
+
+
+class Deployments:
+    """The table. Every change has a higher version; what is wanted survives a restart of all nodes."""
+
+    def __init__(self, path: Path, me: str) -> None:
+        self._path, self._me = path, me
+        self._rows: dict[str, pb.Deployment] = {}
+        for value in read_json(path) or []:
+            row = json_format.ParseDict(value, pb.Deployment(), ignore_unknown_fields=True)
+            if row.wanted:
+                # Workers did not survive; whoever coordinates finds out what still runs elsewhere.
+                # Without a writer, the same version as another node still knows it is the later one.
+                row.state, row.reason, row.writer = "planning", "its node was started again", ""
+                del row.endpoints[:]
+            self._rows[row.id] = row
+
+    def all(self) -> list[pb.Deployment]:
+        """By id, tombstones included."""
+        return [self._rows[k] for k in sorted(self._rows)]
+
+    def get(self, deployment: str) -> pb.Deployment | None:
+        return self._rows.get(deployment)
+
+    def find(self, model: str) -> pb.Deployment | None:
+        """The wanted deployment of this name, id or manifest digest; a ready one first, then the latest."""
+        rows = [
+            r for r in self._rows.values() if r.state != "removed" and model in (r.model, r.id, r.manifest)
+        ]
+        return max(rows, key=lambda r: (r.wanted, r.state == "ready", r.version, r.id), default=None)
+
+    def versions(self) -> list[pb.StateVersion]:
+        return [
+            pb.StateVersion(deployment=r.id, version=r.version, writer=r.writer) for r in self._rows.values()
+        ]
+
+    def newer(self, versions: Iterable[pb.StateVersion]) -> list[str]:
+        """Ids of which another node has a later version than this one."""
+        return [v.deployment for v in versions if self._is_newer(v.deployment, v.version, v.writer)]
+
+    def _is_newer(self, deployment: str, version: int, writer: str) -> bool:
+        known = self._rows.get(deployment)
+        return known is None or (version, writer) > (known.version, known.writer)
+
+    def merge(self, rows: Iterable[pb.Deployment]) -> list[pb.Deployment]:
+        """Take what is later than ours; returns what changed. A row that is not well formed is left out."""
+        changed = []
+        for row in rows:
+            try:
+                _check(row)
+            except P2PShardError as error:
+                _log.warning("a deployment from another node is not taken: %s", error.message)
+                continue
+            full = row.id not in self._rows and len(self._rows) >= MAX_DEPLOYMENTS
+            if not full and self._is_newer(row.id, row.version, row.writer):
+                self._rows[row.id] = row
+                changed.append(row)
+        if changed:
+            self._persist()
+        return changed
+
+    def write(self, row: pb.Deployment) -> pb.Deployment:
+        """A change of our own: the next version, by this node. Returns the row as kept."""
+        known = self._rows.get(row.id)
+        if known is None and len(self._rows) >= MAX_DEPLOYMENTS:
+            for old in [r for r in self._rows.values() if not r.wanted][:1]:
+                del self._rows[old.id]
+        kept = pb.Deployment()
+        kept.CopyFrom(row)
+        kept.version = (known.version if known else 0) + 1
+        kept.writer = self._me
+        self._rows[row.id] = kept
+        self._persist()
+        return kept
+
+    def _persist(self) -> None:
+        write_json(self._path, [json_format.MessageToDict(r) for r in self.all()])
+
+
+def _check(row: pb.Deployment) -> None:
+    checked_name(row.id)
+    if row.state not in STATES or row.version > MAX_VERSION or row.id != deployment_id(row.manifest):
+        raise InvalidRequest(
+            f"deployment {row.id} has state {row.state[:20]!r}, version {row.version}, or another model's id"
+        )
+    try:
+        settings = json.loads(row.settings_json or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"settings of deployment {row.id} are not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise InvalidRequest(f"settings of deployment {row.id} are not an object")
+    if row.HasField("plan") and row.plan.replicas:
+        Plan.from_proto(row.plan)

@@ -1,0 +1,444 @@
+"""Starts stage workers, watches them and ends them; the daemon outlives whatever they do.
+
+One process per deployment. A worker's control channel is an inherited socket pair: when the daemon is gone
+it closes, and the worker ends. A worker with its libraries already loaded is kept warm where the budget
+allows, for importing them takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, from_wire
+from p2pshard.version import __version__
+
+from . import platform
+from .identity import read_json, write_json
+
+__all__ = ["Supervisor", "Worker", "exit_reason"]
+
+START_S = 90.0
+PROBE_S = 60.0
+LOAD_SILENCE_S = 180.0
+"""A load that reports nothing for so long is stuck."""
+STOP_S = 3.0
+WATCH_S = 0.25
+STATS_S = 0.5
+MAX_MESSAGE = 32 << 20
+MAX_RESPAWNS = 5
+"""Warm workers that may die one after another before we stop trying to keep one."""
+
+_log = logging.getLogger("p2pshard.supervisor")
+
+Event = dict[str, Any]
+
+
+def exit_reason(code: int) -> str:
+    """A worker's exit status in words."""
+    if code in (137, -signal.SIGKILL):
+        return "killed (signal 9), probably out of memory"
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"died of {name}"
+    return f"exited with code {code}"
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker process."""
+
+    process: asyncio.subprocess.Process
+    writer: asyncio.StreamWriter
+    key: str = ""
+    """The deployment it holds; empty while it is warm."""
+    stage: int = 0
+    budget_bytes: int = 0
+    """What the plan lets it use; 0: not limited yet."""
+    base_bytes: int = 0
+    """Peak memory after its imports."""
+    over_budget: str = ""
+    """Why it was ended, when that was for its memory."""
+    stopping: bool = False
+    started: asyncio.Future[Event] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[Event] | None = None
+    """Of the probe or load that is under way."""
+    progress: Callable[[str, int, int], None] | None = None
+    last_word: float = 0.0
+    """When it last said anything; monotonic."""
+    stats: Event = field(default_factory=dict)
+    """Its latest ``stats`` event."""
+    loaded: Event = field(default_factory=dict)
+    exit: asyncio.Task[int] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def peak_bytes(self) -> int:
+        """VmHWM as the system tells, else as the worker last said."""
+        return platform.peak_bytes(self.pid) or int(
+            self.stats.get("peak_bytes", 0) or self.loaded.get("peak_bytes", 0)
+        )
+
+    def send(self, message: Event) -> None:
+        """Queue a message; a worker that is gone is noticed by its reader."""
+        data = msgpack.packb(message)
+        self.writer.write(struct.pack(">I", len(data)) + data)
+
+
+class Supervisor:
+    """All workers of this node.
+
+    ``on_event(key, event)`` is called for what a loaded worker says (``ready``, ``not_ready``, ``edge_lost``,
+    ``fatal``) and, last, for its end that was not asked for: ``{ev: "exit", code, reason}``.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        host: str,
+        ports: tuple[int, int],
+        node: str,
+        device: str = "auto",
+        warm: bool = True,
+        budget: Callable[[], int | None] = lambda: None,
+        on_event: Callable[[str, Event], None],
+        argv: list[str] | None = None,
+    ) -> None:
+        self._probe_path = data_dir / "probe.json"
+        self._host, self._ports, self._node, self._device = host, ports, node, device
+        self._keep_warm, self._budget, self._on_event = warm, budget, on_event
+        self._argv = argv or [sys.executable, "-m", "p2pshard_node.worker"]
+        self._workers: set[Worker] = set()
+        self._warm: Worker | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._respawns = 0
+        self._watcher: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._closed = False
+
+    # -- life
+    def start(self) -> None:
+        self._watcher = asyncio.create_task(self._watch(), name="watch workers")
+        self.warm_up()
+
+    async def close(self) -> None:
+        """End every worker."""
+        self._closed = True
+        for task in (self._watcher, self._warming):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*(self._end(w) for w in list(self._workers)))
+
+    # -- views
+    @property
+    def local_host(self) -> str:
+        """Host at which this machine reaches its own workers."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self._host, self._host)
+
+    def worker(self, key: str) -> Worker | None:
+        """The live worker of a deployment."""
+        return next((w for w in self._workers if w.key == key and not w.stopping), None)
+
+    def workers(self) -> list[Worker]:
+        """All live workers, the warm one included."""
+        return list(self._workers)
+
+    @property
+    def base_bytes(self) -> int:
+        """Peak memory of a worker after its imports: the latest measured, else of an earlier run, else 0."""
+        known = [w.base_bytes for w in self._workers if w.base_bytes]
+        if known:
+            return max(known)
+        cached = self._cached()
+        return int(cached.get("base_bytes", 0)) if cached else 0
+
+    def used_bytes(self, *, without: str = "") -> int:
+        """What the plans of loaded workers may use, but for one deployment's."""
+        return sum(w.budget_bytes for w in self._workers if w.key and w.key != without and not w.stopping)
+
+    # -- processes
+    async def _spawn(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                "--control-fd",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        worker = Worker(process, writer, last_word=time.monotonic())
+        self._workers.add(worker)
+        worker.exit = asyncio.create_task(self._listen(worker, reader), name=f"worker {process.pid}")
+        try:
+            async with asyncio.timeout(START_S):
+                event = await asyncio.shield(worker.started)
+        except TimeoutError:
+            await self._end(worker)
+            raise NotReady(
+                f"a worker did not start within {START_S:.0f} s", state="loading", reason="worker start"
+            ) from None
+        except BaseException:
+            await self._end(worker)
+            raise
+        worker.base_bytes = int(event.get("base_bytes", 0))
+        return worker
+
+    async def _listen(self, worker: Worker, reader: asyncio.StreamReader) -> int:
+        """Take what the worker says until it ends; then report the end."""
+        try:
+            while True:
+                (size,) = struct.unpack(">I", await reader.readexactly(4))
+                if size > MAX_MESSAGE:
+                    _log.error("worker sends a message of %s bytes pid=%s", size, worker.pid)
+                    break
+                event = msgpack.unpackb(await reader.readexactly(size))
+                worker.last_word = time.monotonic()
+                self._heard(worker, event)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            _log.debug("worker's channel closed pid=%s", worker.pid)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            _log.error("worker sends what is no event pid=%s error=%r", worker.pid, error)
+        try:
+            async with asyncio.timeout(STOP_S):
+                code = await worker.process.wait()
+        except TimeoutError:
+            platform.kill_hard(worker.pid)
+            code = await worker.process.wait()
+        self._gone(worker, code)
+        return code
+
+    def _heard(self, worker: Worker, event: Event) -> None:
+        match event["ev"]:
+            case "started":
+                if not worker.started.done():
+                    worker.started.set_result(event)
+            case "progress":
+                if worker.progress is not None:
+                    worker.progress(str(event["phase"]), int(event["done"]), int(event["total"]))
+            case "probed" | "loaded" | "refused":
+                if worker.answer is not None and not worker.answer.done():
+                    worker.answer.set_result(event)
+            case "stats":
+                worker.stats = event
+            case _:
+                if worker.key and not worker.stopping:
+                    self._on_event(worker.key, event)
+
+    def _gone(self, worker: Worker, code: int) -> None:
+        self._workers.discard(worker)
+        worker.writer.close()
+        reason = worker.over_budget or exit_reason(code)
+        failure = Internal(f"the worker (pid {worker.pid}) {reason}", code=code)
+        for waiting in (worker.started, worker.answer):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(DoesNotFit(worker.over_budget) if worker.over_budget else failure)
+                waiting.exception()  # seen: nobody may be waiting any more
+        if self._warm is worker:
+            self._warm = None
+            if not worker.stopping and self._respawns < MAX_RESPAWNS:
+                self._respawns += 1
+                _log.warning("warm worker %s pid=%s", reason, worker.pid)
+                self.warm_up()
+        if not worker.stopping and worker.key:
+            _log.error("worker %s pid=%s deployment=%s", reason, worker.pid, worker.key)
+            self._on_event(worker.key, {"ev": "exit", "code": code, "reason": reason, "pid": worker.pid})
+
+    async def _end(self, worker: Worker) -> None:
+        """Ask, then kill; returns when the process is gone and its memory is back."""
+        worker.stopping = True
+        if worker.exit is None or worker.exit.done():
+            return
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            worker.send({"op": "stop"})
+        try:
+            async with asyncio.timeout(STOP_S):
+                await asyncio.shield(worker.exit)
+        except TimeoutError:
+            platform.kill_hard(worker.pid)
+            await asyncio.shield(worker.exit)
+
+    # -- the warm worker
+    def warm_up(self) -> None:
+        """Start a warm worker in the background, if one is wanted, missing, and fits beside what is loaded."""
+        busy = self._warming is not None and not self._warming.done()
+        if self._closed or not self._keep_warm or self._warm is not None or busy:
+            return
+        budget = self._budget()
+        if budget is not None and self._workers and self.used_bytes() + self.base_bytes * 5 // 4 > budget:
+            return
+        self._warming = asyncio.create_task(self._warm_one(), name="warm worker")
+
+    async def _warm_one(self) -> None:
+        try:
+            self._warm = await self._spawn()
+            self._respawns = 0
+        except (P2PShardError, OSError) as error:
+            _log.error("no warm worker: %s", error)
+
+    async def _take(self) -> Worker:
+        """A started worker for a load: the warm one, the one being warmed, or a new one."""
+        if self._warming is not None and not self._warming.done():
+            await asyncio.shield(self._warming)
+        worker, self._warm = self._warm, None
+        if worker is not None and worker in self._workers:
+            return worker
+        return await self._spawn()
+
+    # -- probe
+    def _cached(self) -> Event | None:
+        cached = read_json(self._probe_path)
+        key = [__version__, self._device, os.cpu_count()]
+        return cached if isinstance(cached, dict) and cached.get("key") == key else None
+
+    async def probe(self) -> Event:
+        """``{devices: [...], base_bytes}``: what the worker measures of this machine, once and then from the disk."""
+        cached = self._cached()
+        if cached is not None:
+            return cached
+        async with self._lock:
+            worker = await self._take()
+            try:
+                event = await self._ask(worker, {"op": "probe"}, PROBE_S)
+            except TimeoutError:
+                await self._end(worker)
+                raise NotReady(
+                    f"the worker measured nothing within {PROBE_S:.0f} s", state="loading", reason="probe"
+                ) from None
+            if self._keep_warm and worker in self._workers:
+                self._warm = worker
+            else:
+                await self._end(worker)
+        result = {
+            "key": [__version__, self._device, os.cpu_count()],
+            "devices": event.get("devices", []),
+            "base_bytes": worker.base_bytes,
+        }
+        await asyncio.to_thread(write_json, self._probe_path, result)
+        return result
+
+    async def _ask(self, worker: Worker, message: Event, silence_s: float) -> Event:
+        """Send and await the answer. Raises `TimeoutError` after so much silence, or what the worker refused with."""
+        worker.answer = asyncio.get_running_loop().create_future()
+        worker.last_word = time.monotonic()
+        worker.send(message)
+        while True:
+            done, _ = await asyncio.wait([worker.answer], timeout=1.0)
+            if done:
+                event = worker.answer.result()
+                if event["ev"] == "refused":
+                    raise from_wire(event.get("error") or {})
+                return event
+            if time.monotonic() - worker.last_word > silence_s:
+                raise TimeoutError
+
+    # -- deployments
+    async def load(
+        self,
+        key: str,
+        *,
+        plan: dict[str, Any],
+        stage: int,
+        source: Path,
+        budget_bytes: int,
+        progress: Callable[[str, int, int], None],
+    ) -> tuple[Worker, Event]:
+        """Load a stage. Raises what the worker refused with, `DoesNotFit` when it outgrew its budget, `NotReady` when stuck."""
+        async with self._lock:
+            worker = await self._take()
+            worker.key, worker.stage, worker.budget_bytes, worker.progress = (
+                key,
+                stage,
+                budget_bytes,
+                progress,
+            )
+        message = {
+            "op": "load",
+            "deployment": key,
+            "plan": plan,
+            "stage": stage,
+            "source": str(source),
+            "host": self._host,
+            "ports": list(self._ports),
+            "threads": None,
+            "node": self._node,
+            "next": None,
+        }
+        try:
+            event = await self._ask(worker, message, LOAD_SILENCE_S)
+        except TimeoutError:
+            await self._end(worker)
+            raise NotReady(
+                f"loading reported nothing for {LOAD_SILENCE_S:.0f} s",
+                state="loading",
+                reason="stuck while loading",
+            ) from None
+        except BaseException:
+            await self._end(worker)
+            self.warm_up()
+            raise
+        worker.loaded = event
+        worker.progress = None
+        self.warm_up()
+        return worker, event
+
+    def activate(self, key: str, message: Event) -> None:
+        """Tell the worker of a deployment its neighbours. Raises `NotReady` when there is none."""
+        worker = self.worker(key)
+        if worker is None:
+            raise NotReady("its worker is gone", state="broken", reason="its worker is gone")
+        worker.send({"op": "activate", **message})
+
+    async def stop(self, key: str) -> None:
+        """End the worker of a deployment, if it has one, and have its memory back."""
+        await asyncio.gather(*(self._end(w) for w in list(self._workers) if w.key == key))
+        self.warm_up()
+
+    # -- memory
+    async def _watch(self) -> None:
+        """Ask loaded workers for their counts, and end one whose peak memory is above its budget."""
+        asked = 0.0
+        while True:
+            now = time.monotonic()
+            ask = now - asked >= STATS_S
+            if ask:
+                asked = now
+            for worker in list(self._workers):
+                if not worker.key or worker.stopping:
+                    continue
+                peak = platform.peak_bytes(worker.pid) or 0
+                if worker.budget_bytes and peak > worker.budget_bytes and not worker.over_budget:
+                    worker.over_budget = f"was ended: it used {peak:,} bytes, above its budget of {worker.budget_bytes:,} bytes"
+                    platform.kill_hard(worker.pid)
+                elif ask and worker.loaded:
+                    worker.send({"op": "stats"})
+            await asyncio.sleep(WATCH_S)
