@@ -107,7 +107,7 @@ def _plan_of_one(client: Client) -> PlanResult:
     plan = client.plan(MODEL, context=CONTEXT, nodes=1)
     if not plan.fits:
         raise DoesNotFit(
-            f"too little free memory for the demo on this machine: short by {format_bytes(plan.shortfall_bytes)}"
+            f"too little free memory here for the demo: short by {format_bytes(plan.shortfall_bytes)}"
         )
     return plan
 
