@@ -95,6 +95,14 @@ def build(config: Mapping[str, Any], part: Part, dtype: torch.dtype) -> StageMod
         )
     if not 0 <= part.first <= part.last < len(layers):
         raise InvalidRequest(f"layers {part.first}-{part.last} of a model of {len(layers)} layers")
+    for index, layer in enumerate(layers):  # of the whole model, so that every stage says the same
+        for inner in layer.modules():
+            if isinstance(inner, (nn.Conv1d, nn.RNNBase)):
+                raise UnsupportedModel(
+                    f"{name} is not supported: layer {index} has a {type(inner).__name__}, "
+                    "whose state is not kept between steps",
+                    architecture=name,
+                )
     known = dict(model.state_dict())
     for index in range(len(layers)):
         if index not in part.layers:
@@ -142,12 +150,6 @@ def _dry_run(modules: StageModules) -> None:
     def refuse(reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"{name} is not supported: {reason}", architecture=name)
 
-    for index in part.layers:
-        for inner in modules.base.layers[index].modules():
-            if isinstance(inner, (nn.Conv1d, nn.RNNBase)):
-                raise refuse(
-                    f"layer {index} has a {type(inner).__name__}, whose state is not kept between steps"
-                )
     recorder = _Recorder()
     hidden = torch.empty(1, 1, modules.config.hidden_size, dtype=modules.dtype, device="meta")
     given = (
@@ -158,7 +160,8 @@ def _dry_run(modules: StageModules) -> None:
     token = STEP.set(recorder)
     try:
         positions = torch.zeros(1, 1, dtype=torch.long, device="meta")
-        out = modules.base(**given, position_ids=positions, use_cache=False).last_hidden_state
+        with compat.shape_only_experts(modules.model):
+            out = modules.base(**given, position_ids=positions, use_cache=False).last_hidden_state
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
         raise refuse(
             f"its layers do not run one stage at a time ({type(error).__name__}: {error})"

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -33,6 +35,7 @@ __all__ = [
     "int8_product",
     "map_names",
     "register_attention",
+    "shape_only_experts",
     "strip_wrappers",
 ]
 
@@ -51,7 +54,12 @@ def build_on_meta(config: Mapping[str, Any], attention: str, dtype: torch.dtype)
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"architecture {model_type!r} is not known to the installed transformers")
     values = {k: v for k, v in config.items() if k not in ("auto_map", "model_type", "transformers_version")}
-    parsed = CONFIG_MAPPING[model_type].from_dict(values)
+    try:
+        parsed = CONFIG_MAPPING[model_type].from_dict(values)
+    except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        raise UnsupportedModel(
+            f"transformers refuses the configuration of {model_type!r}: {error}"
+        ) from error
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(parsed, attn_implementation=attention, dtype=dtype)
@@ -60,6 +68,20 @@ def build_on_meta(config: Mapping[str, Any], attention: str, dtype: torch.dtype)
             f"transformers cannot build {model_type!r} as a causal language model: {error}"
         ) from error
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def shape_only_experts(model: nn.Module) -> Iterator[None]:
+    """Mixtures of experts run on the meta device within: their default kernel has no float32 form there."""
+    able = model._can_set_experts_implementation()  # type: ignore[operator]
+    before = model.config._experts_implementation
+    if able:
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        if able:
+            model.set_experts_implementation(before)  # type: ignore[operator]
 
 
 def float32_names(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
