@@ -1,0 +1,171 @@
+"""From logits to one token. The same logits, settings and history give the same token, wherever and whenever.
+
+The order of the steps: penalties, temperature, top-k, top-p (over what top-k left), min-p (against the most likely
+token), then a draw by inverse CDF over what is left, in id order. Ties always go to the lowest id. Probabilities
+are float64. The random number is a hash of (seed, choice, output index): it depends on nothing that happened
+before, so a request goes on with the same tokens after any failover. Top-p: arXiv:1904.09751; min-p:
+arXiv:2407.01082.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from p2pshard.errors import Internal, InvalidRequest
+from p2pshard.sampling import SamplingParams
+
+__all__ = ["Sampled", "sample", "uniform"]
+
+_FIRST_CANDIDATES = 512
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One chosen token."""
+
+    id: int
+    logprob: float
+    """Natural log of its probability in the unmodified distribution; 0 when not asked for."""
+    top: tuple[tuple[int, float], ...]
+    """``(id, logprob)`` of the most likely tokens of that distribution, best first."""
+
+
+def uniform(seed: int, index: int, choice: int = 0) -> float:
+    """The random number of one token, in [0, 1): the first 53 bits of blake2b-64 over three little-endian uint64.
+
+    Args:
+        seed: the request's.
+        index: of the token in the output.
+        choice: which of several answers to one request.
+    """
+    data = struct.pack("<QQQ", seed, choice, index)
+    digest = hashlib.blake2b(data, digest_size=8, person=b"p2pshard-sample").digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample(
+    logits_V: np.ndarray,
+    params: SamplingParams,
+    prompt_ids: Sequence[int] | np.ndarray,
+    output_ids: Sequence[int] | np.ndarray,
+    index: int,
+) -> Sampled:
+    """Choose the token with output index ``index``.
+
+    Args:
+        logits_V: float [V], not changed. -inf rules a token out.
+        params: the request's settings.
+        prompt_ids: for the repetition penalty.
+        output_ids: the ``index`` tokens already given.
+        index: keys the random number.
+
+    Raises:
+        Internal: NaN or +inf among the logits, or nothing but -inf.
+        InvalidRequest: an id of the history outside the vocabulary.
+    """
+    if logits_V.ndim != 1 or not logits_V.size:
+        raise Internal(f"logits of shape {logits_V.shape}; one row of the vocabulary was expected")
+    # argmax takes NaN for the largest value: one pass finds the best token and any NaN
+    peak = logits_V[int(np.argmax(logits_V))]
+    if not np.isfinite(peak):
+        what = "NaN" if np.isnan(peak) else "no finite logit" if peak < 0 else "an infinite logit"
+        raise Internal(f"the model produced {what} at output index {index}; its weights or a kernel are at fault")
+    adjusted_V = _penalised(logits_V, params, prompt_ids, output_ids)
+    if params.temperature == 0:
+        token = int(np.argmax(adjusted_V))
+    else:
+        token = _draw(adjusted_V, params, uniform(params.seed, index))
+    if params.logprobs < 0:
+        return Sampled(token, 0.0, ())
+    exact_V = logits_V.astype(np.float64)
+    shift = float(peak) + float(np.log(np.exp(exact_V - float(peak)).sum()))
+    best = _best(exact_V, params.logprobs) if params.logprobs else ()
+    return Sampled(token, float(exact_V[token] - shift), tuple((int(i), float(exact_V[i] - shift)) for i in best))
+
+
+def _penalised(
+    logits_V: np.ndarray,
+    params: SamplingParams,
+    prompt_ids: Sequence[int] | np.ndarray,
+    output_ids: Sequence[int] | np.ndarray,
+) -> np.ndarray:
+    """Logits after penalties; the argument itself when there are none."""
+    repetition = params.repetition_penalty != 1
+    counted = params.presence_penalty != 0 or params.frequency_penalty != 0
+    if not repetition and not counted:
+        return logits_V
+    size = len(logits_V)
+    adjusted_V = logits_V.astype(np.float64)
+    output, counts = np.unique(_ids(output_ids, size), return_counts=True)
+    if repetition:
+        seen = np.union1d(output, _ids(prompt_ids, size))
+        values = adjusted_V[seen]
+        adjusted_V[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if counted:
+        adjusted_V[output] -= params.presence_penalty + params.frequency_penalty * counts
+    return adjusted_V
+
+
+def _ids(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+    array = np.asarray(ids, dtype=np.int64)
+    if array.size and not (0 <= int(array.min()) and int(array.max()) < size):
+        raise InvalidRequest(f"a token id from {array.min()} to {array.max()} is outside the vocabulary of {size}")
+    return array
+
+
+def _draw(logits_V: np.ndarray, params: SamplingParams, number: float) -> int:
+    """One token of the distribution that temperature, top-k, top-p and min-p leave."""
+    weights_V = logits_V.astype(np.float64)
+    weights_V -= weights_V.max()
+    weights_V /= params.temperature
+    np.exp(weights_V, out=weights_V)  # relative to the best token's 1; a tiny temperature gives zeros, never NaN
+    if 0 < params.top_k < len(weights_V):
+        kept = np.sort(_best(weights_V, params.top_k))
+    else:
+        kept = np.arange(len(weights_V))
+    if params.top_p < 1:
+        kept = np.sort(kept[_nucleus(weights_V[kept], params.top_p)])
+    weights = weights_V[kept]
+    if params.min_p > 0:
+        strong = weights >= params.min_p  # the best token has weight 1
+        kept, weights = kept[strong], weights[strong]
+    cumulative = np.cumsum(weights)
+    place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+    if place >= len(kept):  # rounding at the very end: the last token that has any probability
+        place = int(np.flatnonzero(weights)[-1])
+    return int(kept[place])
+
+
+def _best(values_V: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the ``count`` largest, largest first, ties by lowest id; exactly as a stable full sort would give."""
+    size = len(values_V)
+    count = min(count, size)
+    if count < size:
+        bound = np.partition(values_V, size - count)[size - count]
+        above = np.flatnonzero(values_V > bound)
+        equal = np.flatnonzero(values_V == bound)[: count - len(above)]
+        ids = np.sort(np.concatenate([above, equal]))
+    else:
+        ids = np.arange(size)
+    return ids[np.argsort(-values_V[ids], kind="stable")]
+
+
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Indexes of the smallest set, likeliest first, whose weight reaches ``top_p`` of all.
+
+    Most distributions reach it in a few hundred tokens: more are sorted only where that is not enough.
+    """
+    target = top_p * weights.sum()
+    count = _FIRST_CANDIDATES
+    while True:
+        order = _best(weights, count)
+        cumulative = np.cumsum(weights[order])
+        enough = int(np.searchsorted(cumulative, target, side="left"))
+        if enough < len(order) or len(order) == len(weights):
+            return order[: enough + 1]
+        count *= 8
