@@ -154,6 +154,8 @@ class PlanResult:
     """What would make it fit, a sentence each."""
     terms: tuple[dict[str, Any], ...] = ()
     """Rows of bytes per term and node."""
+    reason: str = ""
+    """Why it does not fit, a sentence; empty when it does."""
     json: dict[str, Any] = field(default_factory=dict)
     """As the node sent it."""
 
@@ -168,6 +170,7 @@ class PlanResult:
                 shortfall_bytes=int(value.get("shortfall_bytes") or 0),
                 suggestions=tuple(str(s) for s in value.get("suggestions") or ()),
                 terms=tuple(dict(row) for row in value.get("terms") or ()),
+                reason=str(value.get("reason") or ""),
                 json=value,
             ),
         )

@@ -123,6 +123,8 @@ def show_refusal(details: Mapping[str, Any] | PlanResult) -> None:
     terms = details.get("terms")
     if terms:
         console_err.print(terms_table(list(terms)))
+    elif "terms" in (details.get("left_out") or ()):
+        console_err.print("`p2pshard plan` with the same flags shows the bytes per node")
     shortfall = details.get("shortfall_bytes")
     if shortfall:
         console_err.print(f"short by {format_bytes(int(shortfall))} ({int(shortfall):,} bytes)")

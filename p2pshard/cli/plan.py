@@ -34,6 +34,6 @@ def command(model: str, nodes_at: tuple[str, ...], as_json: bool, **flags: Any) 
     if result.fits:
         return 0
     if not as_json:
-        console_err.print(f"{model} does not fit", style="bold red", markup=False)
+        console_err.print(result.reason or f"{model} does not fit", style="bold red", markup=False)
         show_refusal(result)
     return _DOES_NOT_FIT

@@ -23,7 +23,10 @@ REFUSAL = {
     "plan": None,
     "shortfall_bytes": 1_234_567_890,
     "suggestions": ["use --context 1024", "add a node with 1.3 GB"],
-    "terms": [{"node": "a", "term": "weights", "bytes": 2_000_000_000}, {"node": "a", "term": "budget", "bytes": 600_000_000}],
+    "terms": [
+        {"node": "a", "term": "weights", "bytes": 2_000_000_000},
+        {"node": "a", "term": "budget", "bytes": 600_000_000},
+    ],
 }
 
 
@@ -80,11 +83,11 @@ def test_run_streams_the_answer_and_nothing_else_to_standard_output(cli, node: F
 
 
 def test_run_passes_its_flags_on(cli, node: FakeNode) -> None:
-    code, _, _ = cli(
-        "run", "tiny", "hello", "--raw", "--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3",
-        "--dtype", "float32", "--context", "512", "--concurrency", "2", "--layers", "a=0-9", "--layers", "b=10-29",
-        "--nodes", "2", "--exclude", "c", "--stop", "END",
-    )  # fmt: skip
+    flags = (
+        "--raw --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 3 --stop END --dtype float32 --context 512 "
+        "--concurrency 2 --layers a=0-9 --layers b=10-29 --nodes 2 --exclude c"
+    )
+    code, _, _ = cli("run", "tiny", "hello", *flags.split())
     assert code == 0
     deploy = next(r for r in node.asked if hasattr(r, "settings_json"))
     assert json.loads(deploy.settings_json) == {
@@ -92,7 +95,12 @@ def test_run_passes_its_flags_on(cli, node: FakeNode) -> None:
         "layers": {"a": [0, 9], "b": [10, 29]}, "exclude": ["c"],
     }  # fmt: skip
     asked = node.asked[-1]
-    assert (asked.prompt, asked.max_tokens, asked.sampling.temperature, asked.sampling.top_p) == ("hello", 7, 0.5, 0.9)
+    assert (asked.prompt, asked.max_tokens, asked.sampling.temperature, asked.sampling.top_p) == (
+        "hello",
+        7,
+        0.5,
+        0.9,
+    )
     assert (asked.has_seed, asked.sampling.seed, list(asked.stop)) == (True, 3, ["END"])
 
 
@@ -124,7 +132,9 @@ def test_a_plan_that_does_not_fit_exits_3_with_the_table(cli, node: FakeNode) ->
 
 
 def test_a_run_that_does_not_fit_exits_3_with_the_table(cli, node: FakeNode) -> None:
-    node.error = DoesNotFit("tiny does not fit", **{k: REFUSAL[k] for k in ("shortfall_bytes", "suggestions", "terms")})
+    node.error = DoesNotFit(
+        "tiny does not fit", **{k: REFUSAL[k] for k in ("shortfall_bytes", "suggestions", "terms")}
+    )
     code, out, err = cli("run", "tiny", "x")
     assert (code, out) == (3, "")
     assert "tiny does not fit" in err
@@ -181,7 +191,16 @@ def test_no_node_exits_4(capsys) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    for verb in (["status"], ["ps"], ["ls"], ["plan", "m"], ["deploy", "m"], ["undeploy", "m"], ["run", "m", "p"], ["down"]):
+    for verb in (
+        ["status"],
+        ["ps"],
+        ["ls"],
+        ["plan", "m"],
+        ["deploy", "m"],
+        ["undeploy", "m"],
+        ["run", "m", "p"],
+        ["down"],
+    ):
         assert invoke([*verb, "--node", address]) == 4, verb
         assert address in capsys.readouterr().err
 
@@ -189,14 +208,23 @@ def test_no_node_exits_4(capsys) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["run"], ["run", "tiny"], ["nonsense"], ["run", "tiny", "x", "--temperature", "hot"], ["run", "tiny", "x", "--top-p", "0"],
-        ["plan", "tiny", "--layers", "a"], ["plan", "tiny", "--layers", "a=9-3"], ["plan", "tiny", "--dtype", "int3"],
-        ["plan", "tiny", "--layers", "a=0-1", "--layers", "a=2-3"], ["status", "--node", "host:0"], ["up", "--port", "x"],
-        ["up", "--memory", "lots"], ["up", "--device", "tpu"],
+        "run",
+        "run tiny",
+        "nonsense",
+        "run tiny x --temperature hot",
+        "run tiny x --top-p 0",
+        "plan tiny --layers a",
+        "plan tiny --layers a=9-3",
+        "plan tiny --layers a=0-1 --layers a=2-3",
+        "plan tiny --dtype int3",
+        "status --node host:0",
+        "up --port x",
+        "up --memory lots",
+        "up --device tpu",
     ],
-)  # fmt: skip
-def test_wrong_usage_exits_2(arguments: list[str], capsys) -> None:
-    assert invoke(arguments) == 2
+)
+def test_wrong_usage_exits_2(arguments: str, capsys) -> None:
+    assert invoke(arguments.split()) == 2
     out, err = capsys.readouterr()
     assert (out, bool(err)) == ("", True)
 
@@ -211,7 +239,9 @@ def test_up_without_the_node_extra_says_what_to_install(capsys, monkeypatch, tmp
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else real(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "torch" else real(name, *a)
+    )
     assert invoke(["up", "--data-dir", str(tmp_path)]) == 1
     assert "pip install 'p2pshard[node]'" in capsys.readouterr().err
 
@@ -221,7 +251,14 @@ def test_help_names_every_verb_and_exit_code(capsys) -> None:
     out = capsys.readouterr().out
     for verb in ("up", "down", "status", "plan", "pull", "ls", "deploy", "undeploy", "ps", "run", "chat"):
         assert f"\n  {verb} " in out
-    for code in ("0    done", "1    failed", "2    wrong usage", "3    the model does not fit", "4    no cluster", "130  interrupted"):
+    for code in (
+        "0    done",
+        "1    failed",
+        "2    wrong usage",
+        "3    the model does not fit",
+        "4    no cluster",
+        "130  interrupted",
+    ):
         assert code in out
 
 

@@ -21,7 +21,12 @@ def test_defaults(quiet: dict[str, str]) -> None:
     config = load_config({}, environ=quiet)
     assert (config.port, config.api_port, config.data_ports) == (7332, 7331, (7333, 7340))
     assert (config.device, config.memory, config.mdns, config.peers) == ("auto", None, True, ())
-    assert (config.cluster, config.warm_worker, config.json_logs, config.advertise) == ("default", True, False, None)
+    assert (config.cluster, config.warm_worker, config.json_logs, config.advertise) == (
+        "default",
+        True,
+        False,
+        None,
+    )
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name)
     assert config.models_dir.is_absolute()
 
@@ -45,22 +50,46 @@ def test_the_file_is_found_in_the_data_directory_or_by_variable(tmp_path: Path) 
 
 def test_every_setting_is_read_from_every_source(tmp_path: Path) -> None:
     expected = DaemonConfig(
-        name="box", data_dir=tmp_path, memory=600_000_000, device="cuda:1", port=1, api_port=2, data_ports=(0, 0),
-        bind="127.0.0.1", advertise="box.lan", peers=("10.0.0.1:7332", "[fe80::1]:9"), cluster="home", mdns=False,
-        models_dir=tmp_path / "m", warm_worker=False, json_logs=True,
-    )  # fmt: skip
+        name="box",
+        data_dir=tmp_path,
+        memory=600_000_000,
+        device="cuda:1",
+        port=1,
+        api_port=2,
+        data_ports=(0, 0),
+        bind="127.0.0.1",
+        advertise="box.lan",
+        peers=("10.0.0.1:7332", "[fe80::1]:9"),
+        cluster="home",
+        mdns=False,
+        models_dir=tmp_path / "m",
+        warm_worker=False,
+        json_logs=True,
+    )
     environ = {
-        "P2PSHARD_NAME": "box", "P2PSHARD_DATA_DIR": str(tmp_path), "P2PSHARD_MEMORY": "600MB", "P2PSHARD_DEVICE": "cuda:1",
-        "P2PSHARD_PORT": "1", "P2PSHARD_API_PORT": "2", "P2PSHARD_DATA_PORTS": "0-0", "P2PSHARD_BIND": "127.0.0.1",
-        "P2PSHARD_ADVERTISE": "box.lan", "P2PSHARD_PEERS": "10.0.0.1, [fe80::1]:9", "P2PSHARD_CLUSTER": "home",
-        "P2PSHARD_MDNS": "no", "P2PSHARD_MODELS_DIR": str(tmp_path / "m"), "P2PSHARD_WARM_WORKER": "0", "P2PSHARD_JSON_LOGS": "1",
-    }  # fmt: skip
+        "P2PSHARD_NAME": "box",
+        "P2PSHARD_DATA_DIR": str(tmp_path),
+        "P2PSHARD_MEMORY": "600MB",
+        "P2PSHARD_DEVICE": "cuda:1",
+        "P2PSHARD_PORT": "1",
+        "P2PSHARD_API_PORT": "2",
+        "P2PSHARD_DATA_PORTS": "0-0",
+        "P2PSHARD_BIND": "127.0.0.1",
+        "P2PSHARD_ADVERTISE": "box.lan",
+        "P2PSHARD_PEERS": "10.0.0.1, [fe80::1]:9",
+        "P2PSHARD_CLUSTER": "home",
+        "P2PSHARD_MDNS": "no",
+        "P2PSHARD_MODELS_DIR": str(tmp_path / "m"),
+        "P2PSHARD_WARM_WORKER": "0",
+        "P2PSHARD_JSON_LOGS": "1",
+    }
     assert load_config({}, environ=environ) == expected
     file = tmp_path / "all.toml"
     file.write_text(
-        f'name = "box"\ndata_dir = "{tmp_path}"\nmemory = 600000000\ndevice = "cuda:1"\nport = 1\napi_port = 2\n'
-        'data_ports = [0, 0]\nbind = "127.0.0.1"\nadvertise = "box.lan"\npeers = ["10.0.0.1", "[fe80::1]:9"]\n'
-        f'cluster = "home"\nmdns = false\nmodels_dir = "{tmp_path}/m"\nwarm_worker = false\njson_logs = true\n'
+        f'name = "box"\ndata_dir = "{tmp_path}"\nmodels_dir = "{tmp_path}/m"\nmemory = 600000000\n'
+        'device = "cuda:1"\nport = 1\napi_port = 2\ndata_ports = [0, 0]\nbind = "127.0.0.1"\n'
+        'advertise = "box.lan"\npeers = ["10.0.0.1", "[fe80::1]:9"]\ncluster = "home"\n'
+        "mdns = false\nwarm_worker = false\njson_logs = true\n"
     )
     assert load_config({}, environ={}, config_path=file) == expected
 
@@ -110,13 +139,21 @@ def test_a_file_in_the_data_directory_cannot_move_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("host", "host:7332"), ("host:1", "host:1"), ("::1", "[::1]:7332"), ("[::1]", "[::1]:7332"), ("[fe80::1]:9", "[fe80::1]:9")],
+    [
+        ("host", "host:7332"),
+        ("host:1", "host:1"),
+        ("::1", "[::1]:7332"),
+        ("[::1]", "[::1]:7332"),
+        ("[fe80::1]:9", "[fe80::1]:9"),
+    ],
 )
 def test_addresses(text: str, expected: str) -> None:
     assert parse_address(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", ":7332", "host:", "host:0", "host:65536", "http://host:1", "a b:1", "host:x"])
+@pytest.mark.parametrize(
+    "text", ["", ":7332", "host:", "host:0", "host:65536", "http://host:1", "a b:1", "host:x"]
+)
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_address(text)
