@@ -112,10 +112,11 @@ def _plan_of_one(client: Client) -> PlanResult:
     return plan
 
 
-def _stop(*_: object) -> None:
+def stop(*_: object) -> None:
+    """For SIGTERM: leave by way of the clean-up."""
     raise SystemExit(143)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main(Console(highlight=False)))
