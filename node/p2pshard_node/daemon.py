@@ -203,9 +203,11 @@ class Daemon:
         self._undo.append(("discovery", discovery.stop))
 
     def _found(self, announcement: Announcement) -> None:
-        if announcement.id == self.identity.id and any(h in self.hosts() for h, _ in announcement.addresses):
-            if all(p == self.port for _, p in announcement.addresses):
-                return  # our own announcement
+        own = set(self.hosts())
+        if announcement.id == self.identity.id and all(
+            h in own and p == self.port for h, p in announcement.addresses
+        ):
+            return  # our own announcement
         self.cluster.peers.seen(list(announcement.addresses), node=announcement.id)
 
     async def _lonely(self) -> None:

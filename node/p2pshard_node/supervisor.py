@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -21,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, from_wire
 from p2pshard.version import __version__
 
 from . import platform
 from .identity import read_json, write_json
+from .worker.protocol import ControlChannel
 
 __all__ = ["Supervisor", "Worker", "exit_reason"]
 
@@ -38,7 +36,6 @@ LOAD_SILENCE_S = 180.0
 STOP_S = 3.0
 WATCH_S = 0.25
 STATS_S = 0.5
-MAX_MESSAGE = 32 << 20
 MAX_RESPAWNS = 5
 """Warm workers that may die one after another before we stop trying to keep one."""
 
@@ -65,7 +62,7 @@ class Worker:
     """One worker process."""
 
     process: asyncio.subprocess.Process
-    writer: asyncio.StreamWriter
+    channel: ControlChannel
     key: str = ""
     """The deployment it holds; empty while it is warm."""
     stage: int = 0
@@ -100,8 +97,7 @@ class Worker:
 
     def send(self, message: Event) -> None:
         """Queue a message; a worker that is gone is noticed by its reader."""
-        data = msgpack.packb(message)
-        self.writer.write(struct.pack(">I", len(data)) + data)
+        self.channel.send(message)
 
 
 class Supervisor:
@@ -196,9 +192,9 @@ class Supervisor:
         finally:
             theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
-        worker = Worker(process, writer, last_word=time.monotonic())
+        worker = Worker(process, ControlChannel(reader, writer), last_word=time.monotonic())
         self._workers.add(worker)
-        worker.exit = asyncio.create_task(self._listen(worker, reader), name=f"worker {process.pid}")
+        worker.exit = asyncio.create_task(self._listen(worker), name=f"worker {process.pid}")
         try:
             async with asyncio.timeout(START_S):
                 event = await asyncio.shield(worker.started)
@@ -213,20 +209,13 @@ class Supervisor:
         worker.base_bytes = int(event.get("base_bytes", 0))
         return worker
 
-    async def _listen(self, worker: Worker, reader: asyncio.StreamReader) -> int:
+    async def _listen(self, worker: Worker) -> int:
         """Take what the worker says until it ends; then report the end."""
         try:
-            while True:
-                (size,) = struct.unpack(">I", await reader.readexactly(4))
-                if size > MAX_MESSAGE:
-                    _log.error("worker sends a message of %s bytes pid=%s", size, worker.pid)
-                    break
-                event = msgpack.unpackb(await reader.readexactly(size))
+            while (event := await worker.channel.read()) is not None:
                 worker.last_word = time.monotonic()
                 self._heard(worker, event)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            _log.debug("worker's channel closed pid=%s", worker.pid)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (P2PShardError, ValueError, TypeError, KeyError) as error:
             _log.error("worker sends what is no event pid=%s error=%r", worker.pid, error)
         try:
             async with asyncio.timeout(STOP_S):
@@ -256,7 +245,7 @@ class Supervisor:
 
     def _gone(self, worker: Worker, code: int) -> None:
         self._workers.discard(worker)
-        worker.writer.close()
+        worker.channel.close()
         reason = worker.over_budget or exit_reason(code)
         failure = Internal(f"the worker (pid {worker.pid}) {reason}", code=code)
         for waiting in (worker.started, worker.answer):

@@ -13,7 +13,6 @@ import grpc
 
 from p2pshard.credentials import Credentials
 from p2pshard.errors import (
-    DoesNotFit,
     InvalidRequest,
     ModelNotFound,
     NodeUnreachable,
@@ -431,30 +430,12 @@ class Cluster:
         return resolved.name, digest
 
     async def plan(self, model_ref: str, settings_json: str, local_client: bool) -> dict[str, Any]:
-        """``{fits, plan, shortfall_bytes, suggestions, terms}``; loads nothing."""
+        """``{fits, plan, shortfall_bytes, suggestions, terms, message}``; loads nothing."""
         settings = Settings.from_json(settings_json)
         name, digest = await self._resolve(model_ref, local_client)
-        try:
-            plan = await self.planner.plan(
-                name, digest, settings, Epoch(0, self._identity.id), self._holders_of(digest)
-            )
-        except DoesNotFit as error:
-            details = error.details
-            return {
-                "fits": False,
-                "plan": None,
-                "shortfall_bytes": int(details.get("shortfall_bytes", 0)),
-                "suggestions": list(details.get("suggestions", [])),
-                "terms": details.get("terms", []),
-                "reason": error.message,
-            }
-        return {
-            "fits": True,
-            "plan": plan.to_json(),
-            "shortfall_bytes": 0,
-            "suggestions": [],
-            "terms": self.planner.terms(plan),
-        }
+        return await self.planner.dry_run(
+            name, digest, settings, Epoch(0, self._identity.id), self._holders_of(digest)
+        )
 
     async def deploy(
         self, model_ref: str, settings_json: str, local_client: bool

@@ -341,7 +341,7 @@ class Coordinator:
         for node, message in await asyncio.gather(*(one(n) for n in self._peers.member_ids())):
             if message is not None:
                 reports[node] = agreement.report_from_proto(message)
-                endpoints.update({node: e for e in message.endpoints if e.node == node})
+                endpoints.update((e.node, e) for e in message.endpoints if e.node == node)
         return reports, endpoints
 
     async def _prepare(

@@ -63,7 +63,7 @@ FORGET_S = 120.0
 ROW_S = 30.0
 """How long a caller that was refused stays listed after its last call."""
 MAX_CANDIDATES = 1024
-MAX_DIALS = 64
+MAX_DIALS = 256
 MAX_ROWS = 256
 
 JOINING, MEMBER, SUSPECT, LOST = "joining", "member", "suspected", "lost"
@@ -399,7 +399,7 @@ class _Step:
         due = [
             c for c in self.s.candidates.values() if not c.dialling and c.next_try <= now and self.wanted(c)
         ]
-        for c in sorted(due, key=lambda c: (c.failures, c.next_try))[: max(0, MAX_DIALS - busy)]:
+        for c in sorted(due, key=lambda c: (c.failures, -c.seen))[: max(0, MAX_DIALS - busy)]:
             self.s.candidates[c.address] = replace(c, dialling=True)
             self.actions.append(Dial(c.address))
 

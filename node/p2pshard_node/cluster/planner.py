@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from p2pshard.planning.memory import profile_model
 from p2pshard.planning.plan import Epoch, Plan
+from p2pshard.planning.planner import plan_model, plan_reply
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
 from p2pshard.planning.settings import Settings
-from p2pshard.planning.solver import make_plan
 from p2pshard.transport.generated import control_pb2 as pb
 
 from .fetch import Fetcher
@@ -19,6 +18,9 @@ from .peers import Peers
 from .state import Deployments, deployment_id
 
 __all__ = ["Planner"]
+
+MEASURE_S = 20.0
+"""How long a plan waits for members that have not measured themselves yet."""
 
 
 class Planner:
@@ -37,9 +39,34 @@ class Planner:
     ) -> Plan:
         """Raises `DoesNotFit`, `InvalidRequest`, or what is wrong with the model."""
         found = await self._fetcher.manifest(manifest, holders)
-        nodes, links = self.nodes(deployment_id(manifest)), self.links()
-        model = await asyncio.to_thread(profile_model, found, settings.dtype, name)
-        return await asyncio.to_thread(make_plan, nodes, model, links, settings, epoch)
+        nodes = await self._measured(deployment_id(manifest))
+        return await asyncio.to_thread(plan_model, nodes, found, name, self.links(), settings, epoch)
+
+    async def dry_run(
+        self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]
+    ) -> dict[str, Any]:
+        """``{fits, plan, shortfall_bytes, suggestions, terms, message}``."""
+        found = await self._fetcher.manifest(manifest, holders)
+        nodes = await self._measured(deployment_id(manifest))
+        reply = await asyncio.to_thread(plan_reply, nodes, found, name, self.links(), settings, epoch)
+        if reply["plan"] is not None:
+            reply["terms"] = _terms(Plan.from_json(reply["plan"]))
+        return reply
+
+    async def _measured(self, deployment: str) -> list[NodeBudget]:
+        """Budgets, once all members that answer have measured themselves (one that has just started still is at it)."""
+        deadline = time.monotonic() + MEASURE_S
+        while time.monotonic() < deadline:
+            nodes = self.nodes(deployment)
+            if {n.node for n in nodes} >= self._peers.alive() and self._linked(nodes):
+                break
+            await asyncio.sleep(0.1)
+        return self.nodes(deployment)
+
+    def _linked(self, nodes: Sequence[NodeBudget]) -> bool:
+        """Whether every member's own row of links has arrived here."""
+        known = {n for link in self.links() for n in (link.a, link.b)}
+        return len(nodes) == 1 or all(n.node in known for n in nodes)
 
     def nodes(self, deployment: str) -> list[NodeBudget]:
         """Budgets for one deployment: what other deployments have booked is taken off, its own bookings are not."""
@@ -86,18 +113,19 @@ class Planner:
                 found.append(LinkProfile(a, b, max(there.rtt_ms, back.rtt_ms), min(measured, default=0.0)))
         return found
 
-    def terms(self, plan: Plan) -> list[dict[str, Any]]:
-        """Rows of bytes per term and node."""
-        return [
-            {
-                "node": rank.node,
-                "layers": list(stage.layers),
-                "weight_bytes": rank.weight_bytes,
-                "kv_bytes": rank.kv_bytes,
-                "workspace_bytes": rank.workspace_bytes,
-                "base_bytes": rank.base_bytes,
-                "budget_bytes": rank.budget_bytes,
-            }
-            for stage in plan.stages
-            for rank in stage.ranks
-        ]
+
+def _terms(plan: Plan) -> list[dict[str, Any]]:
+    """Rows of bytes per term and node."""
+    return [
+        {
+            "node": rank.node,
+            "layers": list(stage.layers),
+            "weight_bytes": rank.weight_bytes,
+            "kv_bytes": rank.kv_bytes,
+            "workspace_bytes": rank.workspace_bytes,
+            "base_bytes": rank.base_bytes,
+            "budget_bytes": rank.budget_bytes,
+        }
+        for stage in plan.stages
+        for rank in stage.ranks
+    ]
