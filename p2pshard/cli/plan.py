@@ -21,7 +21,7 @@ _DOES_NOT_FIT = 3
 @node_flag
 @json_flag
 def command(model: str, nodes_at: tuple[str, ...], as_json: bool, **flags: Any) -> int:
-    """Show how MODEL would be split, without loading anything.
+    """Show how MODEL would be split; loads nothing.
 
     MODEL is a name, a directory or a .gguf file. Exits 3 when it does not fit.
     """

@@ -15,7 +15,7 @@ __all__ = ["command"]
 @node_flag
 @json_flag
 def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
-    """Show requests that run or wait, and how full the KV caches are."""
+    """Show requests, and how full the KV caches are."""
     with Client(nodes_at) as client:
         requests = client.ps()
         if as_json:

@@ -15,7 +15,7 @@ __all__ = ["command"]
 @node_flag
 @json_flag
 def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
-    """Show the cluster: nodes, peers that were seen and did not join, deployments."""
+    """Show nodes, peers that did not join, deployments."""
     with Client(nodes_at) as client:
         status = client.status()
     if as_json:

@@ -15,7 +15,7 @@ __all__ = ["command"]
 @click.argument("model")
 @node_flag
 def command(model: str, nodes_at: tuple[str, ...]) -> None:
-    """Remove MODEL from the cluster; its memory is free again on every node."""
+    """Take MODEL off the cluster, freeing its memory."""
     with Client(nodes_at) as client:
         client.undeploy(model)
     console_err.print(f"{model} is removed", markup=False)

@@ -65,7 +65,9 @@ def _require_node_extra() -> None:
 @click.option("--warm-worker/--no-warm-worker", default=None, help="Keep a worker loaded. Default: on.")
 @click.option("--json-logs/--no-json-logs", default=None, help="One JSON object a log line.")
 def command(config_path: Path | None, **flags: Any) -> int:
-    """Run the daemon of this machine, in the foreground, until Ctrl-C, SIGTERM or `p2pshard down`.
+    """Run the daemon of this machine in the foreground.
+
+    Ctrl-C, SIGTERM or `p2pshard down` stop it.
 
     Every flag is also a variable P2PSHARD_<FLAG> and a line of a TOML file: --config, or config.toml in the
     data directory. Flags win over variables, variables over the file.
