@@ -54,17 +54,17 @@ class TextModel:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
-        # A tokenizer.json may add the BOS itself (its post-processor). Where the model wants one and it does
-        # not, we do: once, and also before a text that spells it out, as transformers does.
+        # A tokenizer.json may add the BOS itself (its post-processor), and the model's settings have the last word:
+        # as transformers does, we add one that is wanted and missing (also before a text that spells it out), and leave
+        # the post-processor out where it would add one that is not wanted.
         bos, wanted = tokens.get("bos_id"), bool(tokens.get("add_bos"))
-        own = self._tokenizer.encode("", add_special_tokens=True).ids
-        self._bos: tuple[int, ...] = (
-            (int(bos),) if wanted and bos is not None and own[:1] != [int(bos)] else ()
-        )
+        adds = bos is not None and self._tokenizer.encode("", add_special_tokens=True).ids[:1] == [int(bos)]
+        self._bos: tuple[int, ...] = (int(bos),) if wanted and bos is not None and not adds else ()
+        self._post_process = wanted or not adds
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with BOS where the model has one."""
-        return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=True).ids]
+        return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=self._post_process).ids]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered chat template: it has written its own special tokens, none is added."""
