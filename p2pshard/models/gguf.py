@@ -247,7 +247,7 @@ def _place(
         end = offset + nbytes
     if start + end > header.size and rows:
         raise ModelCorrupt(
-            f"{header.path}: truncated: tensors end at byte {start + end}, the file has {header.size}; get it again"
+            f"{header.path}: truncated: tensors end at byte {start + end} of {header.size}; get it again"
         )
     return tuple(
         GgufTensor(name, dtype, shape, header.path, start + offset, nbytes)

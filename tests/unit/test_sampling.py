@@ -16,7 +16,9 @@ from p2pshard_node.engine.sampling import sample, uniform
 
 # few distinct values, so that ties are common
 logit_rows = st.lists(
-    st.one_of(st.sampled_from([-3.0, 0.0, 1.5, 2.0, -math.inf]), st.floats(-30, 30, width=32)), min_size=1, max_size=40
+    st.one_of(st.sampled_from([-3.0, 0.0, 1.5, 2.0, -math.inf]), st.floats(-30, 30, width=32)),
+    min_size=1,
+    max_size=40,
 ).filter(lambda row: any(math.isfinite(x) for x in row))
 all_params = st.builds(
     SamplingParams,
@@ -32,13 +34,17 @@ all_params = st.builds(
 )
 
 
-def reference(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], index: int) -> int:
+def reference(
+    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], index: int
+) -> int:
     """The documented steps, one token at a time."""
     values = [float(x) for x in logits]
     for token in set(prompt) | set(output):
         if params.repetition_penalty != 1:
             value = values[token]
-            values[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            values[token] = (
+                value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            )
     for token in set(output):
         values[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
     ranked = sorted(range(len(values)), key=lambda i: (-values[i], i))

@@ -163,7 +163,9 @@ class _GgufWeights(Weights):
         self._config = source.manifest.config
         self._kind = str(self._config.get("model_type"))
         if self._kind not in _LAYERS:
-            raise UnsupportedModel(f"GGUF weights of {self._kind!r} are not supported", architecture=self._kind)
+            raise UnsupportedModel(
+                f"GGUF weights of {self._kind!r} are not supported", architecture=self._kind
+            )
         self._parts: dict[str, tuple[_Part, ...]] = {}
         present = set(source.names)
         for name in source.names:
@@ -200,7 +202,9 @@ class _GgufWeights(Weights):
         return _Part(name, heads, self._kind in _MINUS_ONE and base.endswith("norm"))
 
     def _no_place(self, name: str) -> UnsupportedModel:
-        return UnsupportedModel(f"tensor {name!r} of a GGUF file has no place in a {self._kind} model", tensor=name)
+        return UnsupportedModel(
+            f"tensor {name!r} of a GGUF file has no place in a {self._kind} model", tensor=name
+        )
 
     def names(self) -> list[str]:
         return list(self._parts)

@@ -74,7 +74,9 @@ def sample(
     peak = logits_V[int(np.argmax(logits_V))]
     if not np.isfinite(peak):
         what = "NaN" if np.isnan(peak) else "no finite logit" if peak < 0 else "an infinite logit"
-        raise Internal(f"the model produced {what} at output index {index}; its weights or a kernel are at fault")
+        raise Internal(
+            f"the model produced {what} at output index {index}; its weights or a kernel are at fault"
+        )
     adjusted_V = _penalised(logits_V, params, prompt_ids, output_ids)
     if params.temperature == 0:
         token = int(np.argmax(adjusted_V))
@@ -85,7 +87,9 @@ def sample(
     exact_V = logits_V.astype(np.float64)
     shift = float(peak) + float(np.log(np.exp(exact_V - float(peak)).sum()))
     best = _best(exact_V, params.logprobs) if params.logprobs else ()
-    return Sampled(token, float(exact_V[token] - shift), tuple((int(i), float(exact_V[i] - shift)) for i in best))
+    return Sampled(
+        token, float(exact_V[token] - shift), tuple((int(i), float(exact_V[i] - shift)) for i in best)
+    )
 
 
 def _penalised(
@@ -105,7 +109,9 @@ def _penalised(
     if repetition:
         seen = np.union1d(output, _ids(prompt_ids, size))
         values = adjusted_V[seen]
-        adjusted_V[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        adjusted_V[seen] = np.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
     if counted:
         adjusted_V[output] -= params.presence_penalty + params.frequency_penalty * counts
     return adjusted_V
@@ -114,7 +120,9 @@ def _penalised(
 def _ids(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
     array = np.asarray(ids, dtype=np.int64)
     if array.size and not (0 <= int(array.min()) and int(array.max()) < size):
-        raise InvalidRequest(f"a token id from {array.min()} to {array.max()} is outside the vocabulary of {size}")
+        raise InvalidRequest(
+            f"a token id from {array.min()} to {array.max()} is outside the vocabulary of {size}"
+        )
     return array
 
 
@@ -123,7 +131,9 @@ def _draw(logits_V: np.ndarray, params: SamplingParams, number: float) -> int:
     weights_V = logits_V.astype(np.float64)
     weights_V -= weights_V.max()
     weights_V /= params.temperature
-    np.exp(weights_V, out=weights_V)  # relative to the best token's 1; a tiny temperature gives zeros, never NaN
+    np.exp(
+        weights_V, out=weights_V
+    )  # relative to the best token's 1; a tiny temperature gives zeros, never NaN
     if 0 < params.top_k < len(weights_V):
         kept = np.sort(_best(weights_V, params.top_k))
     else:

@@ -68,7 +68,9 @@ class TensorSource:
                 if size != state.st_size or mtime not in (None, state.st_mtime_ns):
                     raise ModelCorrupt(f"{path}: changed after it was hashed; deploy the model again")
             if offset + nbytes > sizes[path]:
-                raise ModelCorrupt(f"{path}: truncated: tensor {name!r} ends at {offset + nbytes} of {sizes[path]}")
+                raise ModelCorrupt(
+                    f"{path}: truncated: tensor {name!r} ends at {offset + nbytes} of {sizes[path]}"
+                )
 
     @property
     def names(self) -> list[str]:
@@ -90,14 +92,18 @@ class TensorSource:
         """Some bytes of a tensor, in a writable buffer of their own. Raises `ModelCorrupt` at a short read."""
         entry = self.entry(name)
         if start < 0 or nbytes < 0 or start + nbytes > entry.nbytes:
-            raise ModelCorrupt(f"tensor {name!r}: bytes {start} to {start + nbytes} of {entry.nbytes} asked for")
+            raise ModelCorrupt(
+                f"tensor {name!r}: bytes {start} to {start + nbytes} of {entry.nbytes} asked for"
+            )
         path, offset, _ = self._places[name]
         buffer = memoryview(bytearray(nbytes))
         done = 0
         while done < nbytes:
             count = self._pread(path, buffer[done:], offset + start + done)
             if count == 0:
-                raise ModelCorrupt(f"{path}: truncated: tensor {name!r} has {start + done} of {entry.nbytes} bytes")
+                raise ModelCorrupt(
+                    f"{path}: truncated: tensor {name!r} has {start + done} of {entry.nbytes} bytes"
+                )
             done += count
         with self._lock:
             self.bytes_read += nbytes

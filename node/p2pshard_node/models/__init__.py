@@ -1,1 +1,1 @@
-"""Models on a node's disk: what they are, where their tensors lie, and what came from other nodes. No torch."""
+"""Models on a node's disk: what they are, where their tensors lie, what came from other nodes. No torch."""

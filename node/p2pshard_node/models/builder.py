@@ -223,10 +223,11 @@ def _folder_template(folder: Path) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ModelCorrupt(f"{folder / 'chat_template.jinja'}: cannot be read as text: {error}") from error
+            raise ModelCorrupt(
+                f"{folder / 'chat_template.jinja'}: cannot be read as text: {error}"
+            ) from error
     value = (read_json(folder, "tokenizer_config.json") or {}).get("chat_template")
     if isinstance(value, list):  # several, by name
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else ""
-

@@ -49,23 +49,25 @@ class _Keys:
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()  # written once per layer, the same for all
         if isinstance(value, np.ndarray):
-            raise UnsupportedModel(f"{self.where}: {self.prefix}.{key} differs between layers, which is not supported")
+            raise UnsupportedModel(f"{self.where}: {self.prefix}.{key} differs between layers: not supported")
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise ModelCorrupt(f"{self.where}: {self.prefix}.{key} is {value!r}; a positive integer was expected")
+            raise ModelCorrupt(
+                f"{self.where}: {self.prefix}.{key} is {value!r}; a positive integer is expected"
+            )
         return value
 
     def refuse(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.where}: {what}, which is not supported")
 
 
-def _common(keys: _Keys, model_type: str, head_dim_key: str | None = "attention.key_length") -> dict[str, Any]:
-    """What all architectures here have."""
+def _common(keys: _Keys, model_type: str, *, head_dim: bool) -> dict[str, Any]:
+    """What all architectures here have; ``head_dim`` where the configuration states it."""
     embedding = keys.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise ModelCorrupt(f"{keys.where}: no token_embd.weight in it")
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     if embedding[1] != hidden:
-        raise ModelCorrupt(f"{keys.where}: token_embd.weight has rows of {embedding[1]}, embedding_length is {hidden}")
+        raise ModelCorrupt(f"{keys.where}: token_embd.weight has rows of {embedding[1]}, not {hidden}")
     key_length = keys.integer("attention.key_length", hidden // heads)
     if keys.integer("attention.value_length", key_length) != key_length:
         raise keys.refuse(f"{keys.prefix} with different key and value lengths")
@@ -81,14 +83,15 @@ def _common(keys: _Keys, model_type: str, head_dim_key: str | None = "attention.
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in keys.shapes,
     }
-    if head_dim_key:
+    if head_dim:
         config["head_dim"] = key_length
     return config
 
 
 def _rope(keys: _Keys, read: ReadFloats, head_dim: int, default_theta: float = 10_000.0) -> dict[str, Any]:
     """``rope_parameters``, with scaling from keys or from the table of Llama 3."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", default_theta)}
+    theta = keys.number("rope.freq_base", default_theta)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     rotary = keys.integer("rope.dimension_count", head_dim)
     if rotary != head_dim:
         rope["partial_rotary_factor"] = rotary / head_dim
@@ -110,7 +113,7 @@ def _rope(keys: _Keys, read: ReadFloats, head_dim: int, default_theta: float = 1
     if "rope_freqs.weight" in keys.shapes:
         if rope["rope_type"] != "default":
             raise keys.refuse("a table of rope factors together with another rope scaling")
-        rope |= _llama3_scaling(keys, read, rope["rope_theta"], rotary)
+        rope |= _llama3_scaling(keys, read, theta, rotary)
     return rope
 
 
@@ -143,7 +146,7 @@ def _llama(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
     """Llama, and Mistral, which llama.cpp writes as Llama (told apart by its window)."""
     if keys.integer("expert_count", 1) > 1:
         raise keys.refuse("a mixture of experts in the GGUF architecture 'llama' (Mixtral)")
-    config = _common(keys, "llama")
+    config = _common(keys, "llama", head_dim=True)
     biases = _biases(keys)
     attention = {"attn_q", "attn_k", "attn_v", "attn_output"}
     if biases and biases != attention:
@@ -162,15 +165,19 @@ def _llama(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
 
 
 def _qwen2(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
-    config = _common(keys, "qwen2", head_dim_key=None)
+    config = _common(keys, "qwen2", head_dim=False)
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     if keys.integer("attention.key_length", head_dim) != head_dim:
         raise keys.refuse("a head size other than hidden size / heads in a qwen2 model")
-    return config | {"hidden_act": "silu", "use_sliding_window": False, "rope_parameters": _rope(keys, read, head_dim)}
+    return config | {
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "rope_parameters": _rope(keys, read, head_dim),
+    }
 
 
 def _qwen3(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
-    config = _common(keys, "qwen3")
+    config = _common(keys, "qwen3", head_dim=True)
     return config | {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -192,7 +199,7 @@ def _qwen3moe(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
 
 
 def _smollm3(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
-    config = _common(keys, "smollm3", head_dim_key=None)
+    config = _common(keys, "smollm3", head_dim=False)
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return config | {
         "hidden_act": "silu",
@@ -204,7 +211,7 @@ def _smollm3(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
 
 
 def _granite(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
-    config = _common(keys, "granite", head_dim_key=None)
+    config = _common(keys, "granite", head_dim=False)
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     if _biases(keys):
         raise keys.refuse("biases in a granite model")
@@ -223,7 +230,7 @@ def _granite(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
 def _olmo2(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
     if keys.get("attention.sliding_window") is not None:
         raise keys.refuse("a sliding window in an olmo2 file (OLMo 3)")
-    config = _common(keys, "olmo2", head_dim_key=None)
+    config = _common(keys, "olmo2", head_dim=False)
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return config | {
         "hidden_act": "silu",
@@ -233,7 +240,7 @@ def _olmo2(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
 
 
 def _phi3(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
-    config = _common(keys, "phi3", head_dim_key=None)
+    config = _common(keys, "phi3", head_dim=False)
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10_000.0)}
     rope["partial_rotary_factor"] = keys.integer("rope.dimension_count", head_dim) / head_dim
@@ -255,7 +262,7 @@ def _phi3(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
 
 
 def _gemma2(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
-    config = _common(keys, "gemma2")
+    config = _common(keys, "gemma2", head_dim=True)
     # As llama.cpp: the 27B model (46 layers) scales by its hidden size per head, the others by the head size.
     scale = config["hidden_size"] // config["num_attention_heads"]
     return config | {
@@ -270,7 +277,7 @@ def _gemma2(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
 
 
 def _gemma3(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
-    config = _common(keys, "gemma3_text")
+    config = _common(keys, "gemma3_text", head_dim=True)
     layers, pattern = config["num_hidden_layers"], keys.integer("attention.sliding_window_pattern", 6)
     scale = config["hidden_size"] // config["num_attention_heads"]
     return config | {
@@ -278,7 +285,9 @@ def _gemma3(keys: _Keys, read: ReadFloats) -> dict[str, Any]:
         "attention_bias": False,
         "query_pre_attn_scalar": scale if layers == 62 else config["head_dim"],  # 62: the 27B model
         "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": [("sliding_attention", "full_attention")[(i + 1) % pattern == 0] for i in range(layers)],
+        "layer_types": [
+            "sliding_attention" if i % pattern else "full_attention" for i in range(1, layers + 1)
+        ],
         "attn_logit_softcapping": None,
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
         "rope_parameters": {

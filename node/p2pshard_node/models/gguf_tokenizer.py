@@ -1,8 +1,11 @@
 """GGUF tokenizer metadata → tokenizer.json, with the ``tokenizers`` library alone.
 
-Byte-level BPE (``gpt2``) splits text as ``tokenizer.ggml.pre`` says; an unknown name is refused, since a wrong
-split gives wrong tokens without any error. SentencePiece BPE (``llama``) has no merges in the file: they are
-recovered from the vocabulary's scores, or from its order for Gemma, whose scores say nothing.
+Byte-level BPE (``gpt2``) splits text as ``tokenizer.ggml.pre`` says; an unknown name is refused, since a
+wrong split gives wrong tokens without any error. SentencePiece BPE (``llama``) has no merges in the file: they
+are recovered from the vocabulary's scores, or from its order for Gemma, whose scores say nothing.
+
+Where llama.cpp and a model's own tokenizer differ, the latter is followed: Qwen's text is normalised (NFC),
+SmolLM's digits are those of Unicode, so that fractions and superscripts stand alone too.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from p2pshard.models.gguf import GgufModel
 __all__ = ["GgufTokenizer", "gguf_tokenizer"]
 
 _CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -45,7 +49,9 @@ _SPLITS = {
 }
 _GPT2 = frozenset({"", "default", "gpt-2", "phi-2", "olmo", "jina-es", "jina-de", "mpt", "trillion"})
 _GPT2_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "granite-docling"})
-_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "gpt-4o", "llama4"})
+_WHOLE_WORDS = frozenset(
+    {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "gpt-4o", "llama4"}
+)
 """A piece that is itself in the vocabulary is one token, whatever the merges say."""
 _NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
 _ADDS_BOS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
@@ -83,8 +89,10 @@ def _alphabet() -> list[str]:
     return spelling
 
 
-def _recovered_merges(pieces: Sequence[str], vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Merges that a SentencePiece vocabulary implies: every split of a piece into two pieces, best piece first.
+def _recovered_merges(
+    pieces: Sequence[str], vocab: dict[str, int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Merges that a SentencePiece vocabulary implies: every split of a piece into two, best piece first.
 
     Ties go to the longer left half, then to the lower ids, as transformers orders them.
     """
@@ -104,7 +112,8 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str, where: str) -> T
     spelling = _alphabet()
     known = set(spelling)
     vocab = {
-        t if known.issuperset(t) else "".join(spelling[b] for b in t.encode()): index for index, t in enumerate(tokens)
+        t if known.issuperset(t) else "".join(spelling[b] for b in t.encode()): index
+        for index, t in enumerate(tokens)
     }
     pairs = [tuple(m.split(" ", 1)) for m in merges]
     if any(len(p) != 2 for p in pairs):
@@ -115,11 +124,14 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str, where: str) -> T
         split = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated", invert=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     elif pre in _GPT2_DIGITS:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     elif pre in _GPT2:
         tokenizer.pre_tokenizer = byte_level
     else:
-        raise UnsupportedModel(f"{where}: the tokenizer splits text by {pre!r} (tokenizer.ggml.pre), not supported")
+        raise UnsupportedModel(
+            f"{where}: its tokenizer splits text by {pre!r} (tokenizer.ggml.pre): not supported"
+        )
     if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
@@ -129,7 +141,7 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str, where: str) -> T
 def _sentencepiece(model: GgufModel, tokens: list[str], unk: str | None, where: str) -> Tokenizer:
     gemma = model.architecture in ("gemma", "gemma2", "gemma3")
     if gemma:  # the file spells runs of spaces as spaces, the text to look up has U+2581
-        tokens = ["\u2581" * len(t) if t and not t.strip(" ") else t for t in tokens]
+        tokens = [_SPACE * len(t) if t and not t.strip(" ") else t for t in tokens]
     vocab = {token: index for index, token in enumerate(tokens)}
     stored = model.metadata.get("tokenizer.ggml.scores")
     if gemma:
@@ -140,18 +152,26 @@ def _sentencepiece(model: GgufModel, tokens: list[str], unk: str | None, where: 
         raise ModelCorrupt(f"{where}: tokenizer.ggml.scores is missing or not as long as the vocabulary")
     merges = _recovered_merges(tokens, vocab, scores)
     tokenizer = Tokenizer(
-        BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token=unk if unk in vocab else None)
+        BPE(
+            vocab=vocab,
+            merges=merges,
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token=unk if unk in vocab else None,
+        )
     )
     prefix = model.metadata.get("tokenizer.ggml.add_space_prefix", True) is True and not gemma
     if model.architecture == "phi3":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+        )
     elif prefix:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first", split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
     else:
-        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     if gemma:
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous", invert=False)
-    steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
@@ -189,7 +209,7 @@ def gguf_tokenizer(model: GgufModel) -> GgufTokenizer:
     def token_id(key: str) -> int | None:
         value = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if value is not None and not (isinstance(value, int) and 0 <= value < len(tokens)):
-            raise ModelCorrupt(f"{where}: tokenizer.ggml.{key}_token_id is {value!r}; there are {len(tokens)} tokens")
+            raise ModelCorrupt(f"{where}: tokenizer.ggml.{key}_token_id is {value!r} of {len(tokens)} tokens")
         return value
 
     def token(key: str) -> str | None:

@@ -206,11 +206,17 @@ class ModelStore:
         in_roots = [p for p in found if any(p.is_relative_to(r) for r in self._roots)]
         found = in_roots[:1] or found
         if not found:
-            hint = f"get it with `p2pshard pull {name}`" if name in CATALOGUE else "see `p2pshard ls`, or give its path"
+            hint = (
+                f"get it with `p2pshard pull {name}`"
+                if name in CATALOGUE
+                else "see `p2pshard ls`, or give its path"
+            )
             raise ModelNotFound(f"no model {name!r} on this node; {hint}", model=name)
         if len(found) > 1:
             places = ", ".join(str(p) for p in found)
-            raise InvalidRequest(f"{len(found)} models are called {name!r}: {places}; give the path", field="model")
+            raise InvalidRequest(
+                f"{len(found)} models are called {name!r}: {places}; give the path", field="model"
+            )
         return found[0]
 
     @staticmethod
@@ -374,7 +380,9 @@ class ModelStore:
             while left:
                 chunk = file.read(min(CHUNK, left))
                 now = os.fstat(file.fileno())
-                if not chunk or not (fetched or (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)):
+                if not chunk or not (
+                    fetched or (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+                ):
                     raise ModelCorrupt(f"content {sha256[:12]}: {blob.path} changed while it was read")
                 left -= len(chunk)
                 yield chunk
@@ -403,7 +411,9 @@ class ModelStore:
         for entry in entries:
             blob = self.locate(entry.sha256)
             if blob.nbytes != entry.nbytes:
-                raise ModelCorrupt(f"tensor {entry.name!r}: {blob.nbytes} bytes here, the manifest says {entry.nbytes}")
+                raise ModelCorrupt(
+                    f"tensor {entry.name!r}: {blob.nbytes} bytes here, the manifest says {entry.nbytes}"
+                )
             places[entry.name] = [str(blob.path), blob.offset, blob.nbytes]
             signature = Signature.of(blob.path)
             files[str(blob.path)] = [signature.size, signature.mtime_ns]
@@ -441,7 +451,10 @@ def _check_manifest(manifest: Manifest, digest: str) -> None:
                 raise ModelCorrupt(f"{where}: tensor {tensor.name!r} has the shape {tensor.shape}")
             if manifest.format == "safetensors":
                 refuse_storage(tensor.dtype, tensor.name, where)
-            if tensor_nbytes(manifest.format, tensor.dtype, tensor.shape, tensor.name, where) != tensor.nbytes:
+            if (
+                tensor_nbytes(manifest.format, tensor.dtype, tensor.shape, tensor.name, where)
+                != tensor.nbytes
+            ):
                 raise ModelCorrupt(f"{where}: tensor {tensor.name!r} cannot have {tensor.nbytes} bytes")
         for sha256, nbytes in manifest.blobs.items():
             check_sha256(sha256)
