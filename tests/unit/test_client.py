@@ -16,6 +16,7 @@ import pytest
 
 from p2pshard import AsyncClient, Client
 from p2pshard.client.references import is_this_machine, resolve_reference
+from p2pshard.discovery import PROTOCOL, Announcement, cluster_hash
 from p2pshard.errors import (
     ContextExceeded,
     DoesNotFit,
@@ -239,6 +240,33 @@ def test_unreachable_says_what_was_tried() -> None:
     assert caught.value.details["tried"] == [first, second]
     assert first in caught.value.message
     assert "p2pshard up" in caught.value.message
+
+
+def test_zeroconf_is_asked_when_no_daemon_runs_here(node: FakeNode, monkeypatch) -> None:
+    asked: list[tuple[float, str]] = []
+
+    async def browse(timeout: float, *, cluster: str, enough: int) -> list[Announcement]:
+        asked.append((timeout, cluster))
+        # an address of another network beside the one that works
+        addresses = (("::1", 9), ("127.0.0.1", node.port))
+        return [Announcement("id-a", cluster_hash(cluster), PROTOCOL, "0.1", addresses)]
+
+    monkeypatch.setattr("p2pshard.discovery.browse", browse)
+    monkeypatch.setenv("P2PSHARD_PORT", closed_port().rpartition(":")[2])
+    monkeypatch.setenv("P2PSHARD_CLUSTER", "home")
+    with Client() as client:
+        assert client.connect() == node.address
+    assert [cluster for _, cluster in asked] == ["home"]
+
+
+def test_zeroconf_is_not_asked_when_a_daemon_runs_here(node: FakeNode, monkeypatch) -> None:
+    async def browse(*_: object, **__: object) -> list[Announcement]:
+        raise AssertionError("not needed")
+
+    monkeypatch.setattr("p2pshard.discovery.browse", browse)
+    monkeypatch.setenv("P2PSHARD_PORT", str(node.port))
+    with Client() as client:
+        assert client.status().nodes
 
 
 def test_a_silent_address_costs_its_timeout_only(node: FakeNode) -> None:
