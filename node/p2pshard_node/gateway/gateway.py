@@ -253,6 +253,7 @@ class Gateway:
         return deployment
 
     async def _load_text(self, manifest: str) -> TextModel:
+        self._renderer.warm()
         text = await asyncio.to_thread(load_text_model, self._store, manifest)
         if text is None:
             await self._view.ensure_text(manifest)

@@ -160,6 +160,10 @@ class TemplateRenderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="templates")
 
+    def warm(self) -> None:
+        """Start the child in the background, so that the first render need not wait for it."""
+        self._thread.submit(self._started)
+
     async def render(
         self,
         template: str,
