@@ -26,7 +26,20 @@ from p2pshard.errors import (
     from_wire,
 )
 
-__all__ = ["MAX_MESSAGE", "abort_with", "add_raw_methods", "bind", "error_of", "make_channel", "make_server"]
+__all__ = [
+    "EOF",
+    "MAX_MESSAGE",
+    "abort_with",
+    "add_raw_methods",
+    "bind",
+    "error_of",
+    "make_channel",
+    "make_server",
+    "raw_stream",
+]
+
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+"""What reading a stream that ended gives."""
 
 MAX_MESSAGE = 8 << 20
 """Bytes of one gRPC message in either direction. Frames are cut far below it."""
@@ -118,6 +131,12 @@ def add_raw_methods(server: grpc.aio.Server, service: str, methods: Mapping[str,
     """Serve streams of raw bytes both ways: ``{method: async handler(request_iterator, context)}``."""
     handlers = {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in methods.items()}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+
+def raw_stream(channel: grpc.aio.Channel, method: str) -> Any:
+    """A call of a raw-bytes method; ``await call.write(bytes)``, ``await call.read()`` until `EOF`."""
+    open_call: Any = channel.stream_stream
+    return open_call(method)()
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: P2PShardError) -> NoReturn:

@@ -1,0 +1,63 @@
+"""The worker's data port: one gRPC server for edges and gateways, whatever epoch is active."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from p2pshard.credentials import Credentials
+from p2pshard.errors import NotReady, P2PShardError
+from p2pshard.planning.plan import Epoch
+from p2pshard.transport.channels import abort_with, add_raw_methods, bind, make_server
+from p2pshard.transport.frames import Frame, Limits, encode
+from p2pshard_node.worker.edges import read_hello
+from p2pshard_node.worker.epoch import ActiveEpoch
+
+__all__ = ["DataPort"]
+
+_NO_EPOCH = Epoch(0, "")
+
+
+class DataPort:
+    """Serves ``/p2pshard.v1.Data/Edge`` and ``/Driver``. `active()` is the epoch of the moment, if any."""
+
+    def __init__(
+        self, credentials: Credentials | None, limits: Limits, active: Callable[[], ActiveEpoch | None]
+    ) -> None:
+        self._credentials, self._limits, self._active = credentials, limits, active
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def start(self, host: str, ports: Sequence[int]) -> None:
+        """Listen on the first free port. Raises `OSError`."""
+        self._server = make_server(self._credentials)
+        add_raw_methods(self._server, "p2pshard.v1.Data", {"Edge": self._edge, "Driver": self._driver})
+        self.port = bind(self._server, self._credentials, host, ports)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+
+    async def _edge(self, _: Any, context: Any) -> None:
+        active = self._active()
+        try:
+            hello = await read_hello(context, self._limits)
+            active = self._active()
+            if active is None:
+                raise NotReady("no epoch is active here yet")
+            await active.accept(context, hello)
+        except P2PShardError as error:
+            # In band, so that the other end reads a reason; the call itself ends well.
+            epoch = active.plan.epoch if active is not None else _NO_EPOCH
+            for message in encode(Frame("error", epoch, error=error)):
+                await context.write(message)
+
+    async def _driver(self, _: Any, context: Any) -> None:
+        active = self._active()
+        if active is None or active.driver is None:
+            what = "no epoch is active here yet" if active is None else "this worker is not the first stage"
+            await abort_with(context, NotReady(what, state="loading", reason=what))
+        await active.driver.serve(context)

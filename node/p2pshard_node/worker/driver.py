@@ -1,0 +1,411 @@
+"""The driver: takes requests from gateways, keeps the pipeline full, hands sampled tokens back.
+
+Lives in the first stage's worker. Which tokens go into a step is the scheduler's policy; here is what moves.
+Single-threaded on the worker's event loop, and nothing in it waits for a gateway or an edge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from p2pshard.errors import (
+    Conflict,
+    ContextExceeded,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    P2PShardError,
+    ProtocolError,
+)
+from p2pshard.planning.plan import Plan
+from p2pshard.sampling import SamplingParams
+from p2pshard.transport.channels import EOF, abort_with
+from p2pshard.transport.frames import Admitted, Deltas, Frame, RowHeader, SampledToken
+from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard_node.scheduling.scheduler import Request, Scheduler, Step
+from p2pshard_node.worker.outbox import Outbox
+from p2pshard_node.worker.pace import Pace
+
+__all__ = ["DRIVER_METHOD", "Driver"]
+
+DRIVER_METHOD = "/p2pshard.v1.Data/Driver"
+_HELLO_TIMEOUT_S = 5.0
+_MAX_EOS = 256
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Gateway:
+    name: str
+    outbox: Outbox
+
+
+@dataclass(eq=False)
+class _Running:
+    """One attempt of one request."""
+
+    sequence: int
+    request: str
+    attempt: int
+    gateway: _Gateway | None
+    """None: our own probe."""
+    prompt_length: int
+    sampling: SamplingParams
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True)
+class _Flight:
+    step: Step
+    sent: float
+
+
+class Driver:
+    """`submit_step(frame)` starts a step on the first stage; `on_tokens` takes it back from the last."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        deployment: str,
+        *,
+        window: int,
+        vocab_size: int,
+        submit_step: Callable[[Frame], None],
+        max_waiting: int = 256,
+    ) -> None:
+        self._plan, self._deployment, self._vocab = plan, deployment, vocab_size
+        self._scheduler = Scheduler(
+            blocks=plan.blocks,
+            block_size=plan.block_size,
+            chunk_tokens=plan.chunk_tokens,
+            window=window,
+            context=plan.context,
+            max_waiting=max_waiting,
+        )
+        self._submit_step = submit_step
+        self.ready = False
+        self.broken: P2PShardError | None = None
+        """Why this epoch no longer serves."""
+        self._sequences: dict[int, _Running] = {}
+        self._requests: dict[str, _Running] = {}
+        # 64 bit and never used twice, in no epoch of the deployment.
+        self._ids = itertools.count(((plan.epoch.n & 0xFFFFFF) << 40) + 1)
+        self._flights: dict[int, _Flight] = {}
+        self._progress_at = 0.0
+        """When a step last returned."""
+        self._pump_due = False
+        self._probe: asyncio.Future[None] | None = None
+        self.pace = Pace()
+        self._steps = self._tokens = self._most_rows = 0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=256)
+        """(round trip, part of it outside computing and queues) in seconds."""
+
+    # -- what it is doing -----------------------------------------------------------------------
+    @property
+    def sequences(self) -> int:
+        return len(self._sequences)
+
+    def stats(self) -> dict[str, Any]:
+        """For ``{ev: stats}``: counts since activation, times over the last steps."""
+        hops = len(self._plan.stages) if len(self._plan.stages) > 1 else 0
+        trips = sorted(t for t, _ in self._recent)
+        outside = sorted(o for _, o in self._recent)
+        middle = len(trips) // 2
+        return {
+            "count": self._steps,
+            "tokens": self._tokens,
+            "max_rows": self._most_rows,
+            "in_flight": self._scheduler.in_flight,
+            "waiting": self._scheduler.waiting,
+            "window": self._scheduler.window,
+            "round_trip_ms": trips[middle] * 1e3 if trips else 0.0,
+            "hop_overhead_ms": outside[middle] * 1e3 / hops if trips and hops else 0.0,
+        }
+
+    def late(self) -> tuple[int, float, float] | None:
+        """(oldest step under way, seconds without progress, seconds allowed); None when none is."""
+        if not self._flights:
+            return None
+        flight = next(iter(self._flights.values()))
+        silent = time.monotonic() - max(flight.sent, self._progress_at)
+        return flight.step.number, silent, self.pace.allowance(max(1, flight.step.tokens))
+
+    # -- steps ----------------------------------------------------------------------------------
+    def _pump_soon(self) -> None:
+        """Once this round of the event loop is done, so that requests arriving together share a step."""
+        if not self._pump_due:
+            self._pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_due = False
+        while self.broken is None and (step := self._scheduler.next_step()) is not None:
+            self._flights[step.number] = _Flight(step, time.monotonic())
+            for sequence, _ in step.allocated:
+                running = self._sequences.get(sequence)
+                if running is not None and running.gateway is not None:
+                    started = generate_pb2.Started(request=running.request, attempt=running.attempt)
+                    running.gateway.outbox.put(generate_pb2.DriverEvent(started=started))
+            self._submit_step(self._frame(step))
+
+    def _frame(self, step: Step) -> Frame:
+        ids = [i for row in step.rows for i in row.token_ids]
+        admitted = (self._sequences[s] for s in step.admitted)
+        return Frame(
+            "step",
+            self._plan.epoch,
+            step.number,
+            rows=tuple(
+                RowHeader(r.sequence, r.start, len(r.token_ids), "sample" if r.sample else "none")
+                for r in step.rows
+            ),
+            token_ids_T=np.array(ids, np.int32),
+            deltas=Deltas(free=step.freed, allocate=step.allocated),
+            admitted=tuple(Admitted(a.sequence, a.prompt_length, a.sampling) for a in admitted),
+        )
+
+    def on_tokens(self, frame: Frame) -> None:
+        """Take a step back. Raises `ProtocolError` when none such is under way."""
+        flight = self._flights.pop(frame.step, None)
+        if flight is None:
+            raise ProtocolError(f"tokens of step {frame.step}, which is not under way")
+        self._account(flight, frame)
+        tokens = {t.sequence: t for t in frame.tokens}
+        for advance in self._scheduler.complete(frame.step, {s: t.id for s, t in tokens.items()}):
+            running = self._sequences.get(advance.sequence)
+            if running is None:
+                continue
+            self._give(running, advance.index, tokens[advance.sequence])
+            if advance.finished:
+                self._finish(running, advance.finished)
+        for sequence, error in frame.failed:
+            running = self._sequences.get(sequence)
+            if running is not None:
+                self._fail(running, error)
+        self._pump()
+
+    def _account(self, flight: _Flight, frame: Frame) -> None:
+        now = time.monotonic()
+        trip = now - flight.sent
+        self._progress_at = now
+        if not flight.step.rows:
+            return
+        self.pace.observe(flight.step.tokens, trip)
+        self._steps += 1
+        self._tokens += len(frame.tokens)
+        self._most_rows = max(self._most_rows, sum(r.sample for r in flight.step.rows))
+        inside = sum(h.queue_us + h.compute_us for h in frame.hops) / 1e6
+        self._recent.append((trip, max(0.0, trip - inside)))
+
+    # -- ends -----------------------------------------------------------------------------------
+    def _give(self, running: _Running, index: int, token: SampledToken) -> None:
+        if running.gateway is None:
+            return
+        message = generate_pb2.Token(
+            id=token.id,
+            logprob=token.logprob,
+            top=[generate_pb2.TokenLogprob(id=i, logprob=p) for i, p in token.top],
+        )
+        running.gateway.outbox.token(running.request, running.attempt, index, message)
+
+    def _drop(self, running: _Running) -> None:
+        """Forget a request; the scheduler has ended it, or does now."""
+        self._scheduler.cancel(running.sequence)
+        self._sequences.pop(running.sequence, None)
+        if self._requests.get(running.request) is running:
+            del self._requests[running.request]
+        if running.timer is not None:
+            running.timer.cancel()
+        self._pump_soon()  # its blocks go back at once, with a step of their own when nothing else runs
+
+    def _finish(self, running: _Running, reason: str) -> None:
+        self._drop(running)
+        if running.gateway is None:
+            if self._probe is not None and not self._probe.done():
+                self._probe.set_result(None)
+            return
+        finished = generate_pb2.Finished(request=running.request, attempt=running.attempt, reason=reason)
+        running.gateway.outbox.put(generate_pb2.DriverEvent(finished=finished))
+
+    def _fail(self, running: _Running, error: P2PShardError) -> None:
+        self._drop(running)
+        if running.gateway is None:
+            if self._probe is not None and not self._probe.done():
+                self._probe.set_exception(error)
+            return
+        self._refuse(running.gateway, running.request, running.attempt, error)
+
+    @staticmethod
+    def _refuse(gateway: _Gateway, request: str, attempt: int, error: P2PShardError) -> None:
+        wire = error.to_wire()
+        message = generate_pb2.Error(
+            code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
+        )
+        failed = generate_pb2.Failed(request=request, attempt=attempt, error=message)
+        gateway.outbox.put(generate_pb2.DriverEvent(failed=failed))
+
+    def break_off(self, error: P2PShardError) -> None:
+        """The epoch is over: every request hears `error`, and later ones too."""
+        if self.broken is not None:
+            return
+        self.broken, self.ready = error, False
+        for running in list(self._sequences.values()):
+            self._fail(running, error)
+
+    # -- readiness ------------------------------------------------------------------------------
+    async def probe(self) -> None:
+        """Send one token through every stage. Returns when it came back; raises what a stage failed with."""
+        running = _Running(next(self._ids), "", 0, None, 1, SamplingParams())
+        self._probe = asyncio.get_running_loop().create_future()
+        self._sequences[running.sequence] = running
+        self._scheduler.add(Request(running.sequence, (0,), 1))
+        self._pump_soon()
+        await self._probe
+        self.ready = True
+
+    # -- gateways -------------------------------------------------------------------------------
+    async def serve(self, context: Any) -> None:
+        """One gateway's stream: commands in, events out. When it ends, its requests are cancelled."""
+        hello = await self._hello(context)
+        gateway = _Gateway(hello.gateway, Outbox())
+        gateway.outbox.put(generate_pb2.DriverEvent(hello=hello))
+        tasks = {
+            asyncio.create_task(self._write(context, gateway)),
+            asyncio.create_task(self._read(context, gateway)),
+        }
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            error = done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            for running in [r for r in self._sequences.values() if r.gateway is gateway]:
+                self._drop(running)
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if error is not None:
+            await abort_with(context, error)
+
+    async def _hello(self, context: Any) -> generate_pb2.DriverHello:
+        try:
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                data = await context.read()
+            command = generate_pb2.DriverCommand.FromString(b"" if data is EOF else data)
+        except (TimeoutError, DecodeError):
+            await abort_with(context, ProtocolError("the first message of a driver stream must be its hello"))
+        hello = command.hello
+        if not command.HasField("hello"):
+            await abort_with(context, ProtocolError("the first message of a driver stream must be its hello"))
+        epoch = plan_pb2.Epoch(n=self._plan.epoch.n, proposer=self._plan.epoch.proposer)
+        if (
+            hello.epoch != epoch
+            or hello.plan_digest != self._plan.digest()
+            or hello.deployment != self._deployment
+        ):
+            await abort_with(
+                context,
+                Conflict(
+                    f"this driver serves epoch {epoch.n} of {epoch.proposer} of {self._deployment}; "
+                    f"the gateway asked for epoch {hello.epoch.n} of {hello.epoch.proposer}, or for another plan"
+                ),
+            )
+        if self.broken is not None:
+            await abort_with(context, self.broken)
+        return hello
+
+    async def _write(self, context: Any, gateway: _Gateway) -> P2PShardError | None:
+        while (data := await gateway.outbox.get()) is not None:
+            await context.write(data)
+        return Overloaded(f"gateway {gateway.name} does not read its events", retry_after_s=1.0)
+
+    async def _read(self, context: Any, gateway: _Gateway) -> P2PShardError | None:
+        while (data := await context.read()) is not EOF:
+            try:
+                command = generate_pb2.DriverCommand.FromString(data)
+            except DecodeError:
+                return ProtocolError("bytes that are no DriverCommand")
+            match command.WhichOneof("command"):
+                case "submit":
+                    self._take(gateway, command.submit)
+                case "cancel":
+                    self._cancel(gateway, command.cancel)
+                case other:
+                    return ProtocolError(f"a command of kind {other} has no place here")
+        return None
+
+    def _take(self, gateway: _Gateway, submit: generate_pb2.Submit) -> None:
+        """Queue a request, or answer at once why not."""
+        try:
+            self._submit(gateway, submit)
+        except P2PShardError as error:
+            self._refuse(gateway, submit.request, submit.attempt, error)
+
+    def _submit(self, gateway: _Gateway, submit: generate_pb2.Submit) -> None:
+        if self.broken is not None:
+            raise self.broken
+        if not self.ready:
+            raise NotReady(
+                "no token has crossed all stages of this epoch yet", state="loading", reason="not ready"
+            )
+        older = self._requests.get(submit.request)
+        if older is not None and older.attempt >= submit.attempt:
+            raise Conflict(f"attempt {older.attempt} of request {submit.request} runs here already")
+        self._check(submit)
+        sampling = SamplingParams.from_proto(submit.sampling)
+        if older is not None:
+            self._fail(older, Conflict(f"attempt {submit.attempt} took over"))
+        given = tuple(submit.output_ids)
+        running = _Running(
+            next(self._ids), submit.request, submit.attempt, gateway, len(submit.prompt_ids), sampling
+        )
+        ended = "stop" if given and given[-1] in submit.eos_ids else ""
+        if ended or len(given) >= submit.max_tokens:
+            self._finish(running, ended or "length")
+            return
+        self._scheduler.add(
+            Request(
+                running.sequence,
+                tuple(submit.prompt_ids),
+                submit.max_tokens,
+                given,
+                frozenset(submit.eos_ids),
+            )
+        )
+        self._sequences[running.sequence] = self._requests[submit.request] = running
+        if submit.deadline_s > 0:
+            loop = asyncio.get_running_loop()
+            running.timer = loop.call_later(submit.deadline_s, self._finish, running, "deadline")
+        self._pump_soon()
+
+    def _check(self, submit: generate_pb2.Submit) -> None:
+        prompt = len(submit.prompt_ids)
+        if not submit.request or not prompt or submit.max_tokens < 1 or len(submit.eos_ids) > _MAX_EOS:
+            raise InvalidRequest(
+                "a request needs an id, a prompt of at least one token and max_tokens of at least 1"
+            )
+        if prompt >= self._plan.context:
+            raise ContextExceeded(
+                f"the prompt has {prompt} tokens, the context of {self._plan.model} holds "
+                f"{self._plan.context} and needs room for one more; shorten it or deploy with more --context",
+                prompt_tokens=prompt,
+                context=self._plan.context,
+            )
+        highest = max(itertools.chain(submit.prompt_ids, submit.output_ids))
+        if highest >= self._vocab:
+            raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab}")
+
+    def _cancel(self, gateway: _Gateway, cancel: generate_pb2.CancelRequest) -> None:
+        running = self._requests.get(cancel.request)
+        if running is not None and running.gateway is gateway and running.attempt <= cancel.attempt:
+            self._finish(running, "cancelled")

@@ -1,0 +1,251 @@
+"""The worker process: obeys its daemon over the control channel, and ends when that closes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from p2pshard.credentials import Credentials
+from p2pshard.errors import Conflict, Internal, ModelCorrupt, P2PShardError, ProtocolError
+from p2pshard.planning.plan import Plan
+from p2pshard.transport.frames import Limits
+from p2pshard_node.engine.sampling import sample
+from p2pshard_node.engine.source import TensorSource
+from p2pshard_node.engine.stage import StageModel
+from p2pshard_node.platform import peak_bytes
+from p2pshard_node.worker import probe
+from p2pshard_node.worker.data_port import DataPort
+from p2pshard_node.worker.epoch import ActiveEpoch
+from p2pshard_node.worker.executor import StageExecutor
+from p2pshard_node.worker.protocol import ControlChannel
+
+__all__ = ["WorkerProcess", "own_peak_bytes"]
+
+log = logging.getLogger(__name__)
+
+
+def own_peak_bytes() -> int:
+    """Peak resident memory of this process."""
+    peak = peak_bytes(os.getpid())
+    if peak is not None:
+        return peak
+    if os.name == "posix":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.Process().memory_info().peak_wset)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    deployment: str
+    plan: Plan
+    index: int
+    model: StageModel
+    limits: Limits
+    window: int
+    port: DataPort
+
+
+class WorkerProcess:
+    """One stage of one deployment, from ``load`` to the end of the process."""
+
+    def __init__(self, channel: ControlChannel, credentials: Credentials | None = None) -> None:
+        self._channel, self._credentials = channel, credentials
+        self._instance = secrets.token_hex(8)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._base_bytes = own_peak_bytes()
+        self._loaded: _Loaded | None = None
+        self._active: ActiveEpoch | None = None
+
+    async def run(self) -> None:
+        """Until told to stop or the daemon is gone."""
+        self._channel.send({"ev": "started", "pid": os.getpid(), "base_bytes": self._base_bytes})
+        todo: asyncio.Queue[dict[str, Any]] = asyncio.Queue(64)
+        work = asyncio.create_task(self._work(todo))
+        try:
+            # Read on while a model loads: a daemon that is gone, or says stop, ends the worker at once.
+            while (message := await self._channel.read()) is not None and message.get("op") != "stop":
+                if message.get("op") == "stats":
+                    self._channel.send(self._stats())
+                else:
+                    todo.put_nowait(message)
+        except (ProtocolError, asyncio.QueueFull) as error:
+            fatal = (
+                error
+                if isinstance(error, ProtocolError)
+                else ProtocolError("too many control messages at once")
+            )
+            self._channel.send({"ev": "fatal", "error": fatal.to_wire()})
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self._close()
+
+    async def _work(self, todo: asyncio.Queue[dict[str, Any]]) -> None:
+        while True:
+            await self._obey(await todo.get())
+
+    async def _obey(self, message: dict[str, Any]) -> None:
+        match message.get("op"):
+            case "probe":
+                devices = await asyncio.get_running_loop().run_in_executor(self._thread, probe.measure)
+                self._channel.send({"ev": "probed", "devices": devices})
+            case "load":
+                await self._answer(self._load(message))
+            case "activate":
+                await self._answer(self._activate(message))
+            case other:
+                self._refuse(ProtocolError(f"unknown control message {other!r}"))
+
+    async def _answer(self, work: Any) -> None:
+        try:
+            await work
+        except P2PShardError as error:
+            self._refuse(error)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            log.exception("control message")
+            self._refuse(ProtocolError(f"malformed control message: {error!r}"))
+        except (
+            OSError,
+            MemoryError,
+            RuntimeError,
+        ) as error:  # RuntimeError: torch's, out of memory among them
+            log.exception("control message")
+            self._refuse(Internal(f"{type(error).__name__}: {error}"))
+
+    def _refuse(self, error: P2PShardError) -> None:
+        self._channel.send({"ev": "refused", "error": error.to_wire()})
+
+    # -- load -----------------------------------------------------------------------------------
+    async def _load(self, message: dict[str, Any]) -> None:
+        if self._loaded is not None:
+            raise Conflict(f"this worker holds {self._loaded.deployment} already; start another one")
+        plan = Plan.from_json(message["plan"])
+        plan.check()
+        index = int(message["stage"])
+        stage = plan.stages[index]
+        if message["node"] != stage.node:
+            raise Conflict(f"stage {index} of the plan is node {stage.node}'s, this is {message['node']}")
+        torch.set_num_threads(int(message.get("threads") or _available_threads()))
+        loop = asyncio.get_running_loop()
+
+        def progress(done: int, total: int) -> None:
+            event = {"ev": "progress", "phase": "loading", "done": done, "total": total}
+            loop.call_soon_threadsafe(self._channel.send, event)
+
+        def load() -> StageModel:
+            with TensorSource.open(message["source"]) as source:
+                if source.manifest.digest != plan.manifest:
+                    raise ModelCorrupt(
+                        f"the source is model {source.manifest.digest[:16]}, "
+                        f"the plan is for {plan.manifest[:16]}"
+                    )
+                return StageModel.load(
+                    source,
+                    layers=stage.layers,
+                    embedding=stage.embedding,
+                    head=stage.head,
+                    dtype=plan.dtype,
+                    device=stage.ranks[0].device,
+                    blocks=plan.blocks,
+                    block_size=plan.block_size,
+                    chunk_tokens=plan.chunk_tokens,
+                    progress=progress,
+                )
+
+        model = await loop.run_in_executor(self._thread, load)
+        limits = Limits.of(plan, hidden_size=model.hidden_size, vocab_size=model.vocab_size)
+        port = DataPort(self._credentials, limits, lambda: self._active)
+        first, last = message["ports"]
+        await port.start(message["host"], range(first, last + 1))
+        window = int(message.get("window") or len(plan.stages))
+        self._loaded = _Loaded(message["deployment"], plan, index, model, limits, window, port)
+        self._channel.send(
+            {
+                "ev": "loaded",
+                "port": port.port,
+                "weight_bytes": model.weight_bytes,
+                "kv_bytes": model.kv_bytes,
+                "base_bytes": self._base_bytes,
+                "peak_bytes": own_peak_bytes(),
+                "fingerprint": model.fingerprint,
+                "numerics": model.numerics,
+            }
+        )
+
+    # -- activate -------------------------------------------------------------------------------
+    async def _activate(self, message: dict[str, Any]) -> None:
+        loaded = self._loaded
+        if loaded is None or loaded.deployment != message["deployment"]:
+            raise Conflict(f"deployment {message['deployment']} is not loaded here")
+        epoch, plan = message["epoch"], loaded.plan
+        if [plan.epoch.n, plan.epoch.proposer] != list(epoch) or plan.digest() != message["digest"]:
+            raise Conflict(f"epoch {epoch} with plan {message['digest'][:16]} is not the one loaded here")
+        if self._active is not None:
+            return  # a COMMIT sent again
+        self._active = ActiveEpoch(
+            plan,
+            loaded.index,
+            deployment=loaded.deployment,
+            instance=self._instance,
+            fingerprint=loaded.model.fingerprint,
+            limits=loaded.limits,
+            window=loaded.window,
+            executor=StageExecutor(loaded.model, plan, loaded.index, sample),
+            thread=self._thread,
+            next_target=_target(message.get("next")),
+            back_target=_target(message.get("back")),
+            credentials=self._credentials,
+            tell=self._channel.send,
+        )
+        self._active.start()
+
+    def _stats(self) -> dict[str, Any]:
+        active, loaded = self._active, self._loaded
+        step: dict[str, Any] = {}
+        if active is not None:
+            step = {"computed": active.loop.computed, "busy_s": active.loop.busy_s}
+            if active.driver is not None:
+                step |= active.driver.stats()
+        executor = active.loop.executor if active is not None else None
+        return {
+            "ev": "stats",
+            "peak_bytes": own_peak_bytes(),
+            "blocks_used": executor.blocks_used if executor is not None else 0,
+            "blocks_total": loaded.plan.blocks if loaded is not None else 0,
+            "sequences": executor.sequences if executor is not None else 0,
+            "step": step,
+        }
+
+    async def _close(self) -> None:
+        if self._active is not None:
+            await self._active.close()
+        if self._loaded is not None:
+            await self._loaded.port.stop()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._channel.close()
+
+
+def _target(address: Any) -> str | None:
+    if address is None:
+        return None
+    host, port = address
+    return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
+
+
+def _available_threads() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
