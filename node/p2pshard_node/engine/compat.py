@@ -183,4 +183,4 @@ def int8_prepack(weight_NK: torch.Tensor, scale_N: torch.Tensor) -> Any:
 
 
 #: ``(x_TK float32, step, zero point, packed) -> float32 [T, N]``: quantises x, multiplies in int32, scales
-int8_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+int8_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default

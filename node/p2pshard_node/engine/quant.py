@@ -132,16 +132,16 @@ class Int8Linear(nn.Module):
         return self.out_features * self.in_features + 4 * self.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_TK = x.reshape(-1, self.in_features)
-        if not len(x_TK):
+        if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
-        scale_T1 = x_TK.abs().amax(dim=1, keepdim=True).clamp_min_(1e-30)
+        x_TK = x.reshape(-1, self.in_features)
+        scale_T1 = torch.linalg.vector_norm(x_TK, float("inf"), dim=1, keepdim=True).clamp_min_(1e-30)
         x_TK = x_TK / scale_T1
         pieces = self._pieces
         y_TN = pieces[0](x_TK) if len(pieces) == 1 else torch.cat([piece(x_TK) for piece in pieces], dim=1)
-        y_TN = y_TN.mul_(scale_T1)
+        y_TN.mul_(scale_T1)
         if self.bias is not None:
-            y_TN = y_TN.add_(self.bias)
+            y_TN.add_(self.bias)
         return y_TN.view(*x.shape[:-1], self.out_features)
 
 

@@ -13,6 +13,7 @@ from p2pshard.errors import Internal, InvalidRequest, ProtocolError
 from p2pshard_node.engine import numerics
 from p2pshard_node.engine.attention import STEP, AttentionStep, RowSpan
 from p2pshard_node.engine.build import Part, StageModules, build, finish
+from p2pshard_node.engine.heap import returned_at_once
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.load import Weights, load_weights, weight_bytes
 from p2pshard_node.engine.quant import PackedProduct, best_product
@@ -142,7 +143,8 @@ class StageModel:
             )
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
-        load_weights(modules, weights(), int8=dtype == "int8", device=device, progress=progress)
+        with returned_at_once():
+            load_weights(modules, weights(), int8=dtype == "int8", device=device, progress=progress)
         finish(modules, device)
         # after the weights, so that what loading needs for a moment and the pool are never held together
         pool = KvPool(modules.kv, blocks=blocks, block_size=block_size, dtype=DTYPES[dtype], device=device)
