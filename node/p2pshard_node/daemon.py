@@ -37,6 +37,8 @@ __all__ = ["Daemon", "main", "run"]
 
 LONELY_S = 10.0
 GRACE_S = 1.0
+INTERFACES_S = 2.0
+"""How long a list of this machine's addresses is good."""
 
 _log = logging.getLogger("p2pshard.daemon")
 
@@ -53,6 +55,8 @@ class Daemon:
         self.port = self.api_port = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._api: Handle | None = None
+        self._interfaces: tuple[list[str], list[str]] = ([], [])
+        self._looked = -INTERFACES_S
 
     # -- life
     async def start(self) -> None:
@@ -156,7 +160,10 @@ class Daemon:
             return [self.config.advertise]
         if self.config.bind not in ("0.0.0.0", "::", ""):
             return [self.config.bind]
-        usable, loopback = platform.interface_addresses()
+        now = time.monotonic()
+        if now - self._looked >= INTERFACES_S:
+            self._looked, self._interfaces = now, platform.interface_addresses()
+        usable, loopback = self._interfaces
         if self.config.bind != "::":
             usable = [a for a in usable if ":" not in a]
             loopback = [a for a in loopback if ":" not in a]

@@ -237,6 +237,10 @@ class Supervisor:
             case "probed" | "loaded" | "refused":
                 if worker.answer is not None and not worker.answer.done():
                     worker.answer.set_result(event)
+                elif event["ev"] == "refused" and worker.key and not worker.stopping:
+                    # Of an activation, which has no answer of its own.
+                    reason = from_wire(event.get("error") or {}).message
+                    self._on_event(worker.key, {"ev": "not_ready", "reason": reason})
             case "stats":
                 worker.stats = event
             case _:

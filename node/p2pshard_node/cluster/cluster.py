@@ -44,6 +44,8 @@ SETTLE_S = 2.0
 LEADER_WAIT_S = 10.0
 WANT_S = 120.0
 PULL_S = 5.0
+BROKEN_S = 30.0
+"""How long a client that deploys waits for what is broken to be mended."""
 HOLDER_LIMIT = 64
 
 _log = logging.getLogger("p2pshard.cluster")
@@ -213,10 +215,12 @@ class Cluster:
 
     def _follow_up(self, row: pb.Deployment) -> None:
         """What every node does about a row: end workers of what is not wanted, fetch what requests need of what is."""
-        if not row.wanted:
+        if not row.wanted or self.member.left_out(row):
             if self._supervisor.worker(row.id) is not None:
                 self._spawn(self.member.remove(row.id), "remove")
-        elif row.state in ("loading", "ready") and row.manifest not in self._texts:
+        if not row.wanted:
+            return
+        if row.state in ("loading", "ready") and row.manifest not in self._texts:
             self._texts[row.manifest] = asyncio.create_task(
                 self._fetch_text(row.manifest), name="fetch tokenizer"
             )
@@ -460,6 +464,7 @@ class Cluster:
                 )
             )
         last: dict[str, Any] | None = None
+        broken_since: float | None = None
         asked = (row.version, row.writer)
         while True:
             current = self.table.get(row.id)
@@ -472,6 +477,12 @@ class Cluster:
             if row.state == "ready":
                 return
             if not row.wanted:
+                raise _refusal(row)
+            if row.state != "broken":
+                broken_since = None
+            elif broken_since is None:
+                broken_since = time.monotonic()
+            elif time.monotonic() - broken_since > BROKEN_S:
                 raise _refusal(row)
             try:
                 async with asyncio.timeout(0.5), self._changed:

@@ -49,6 +49,9 @@ RETRY_FIRST_S = 0.3
 RETRY_MOST_S = 20.0
 LOOP_S = 0.5
 PREPARE_SILENCE_S = 240.0
+MAX_FIRST_TRIES = 5
+"""A deployment that never was ready is given up after so many; one that was is never given up."""
+CANNOT_HOLD = "; the members that are left cannot hold it: "
 FINAL = (InvalidRequest, UnsupportedModel, ModelCorrupt)
 """Errors that another attempt cannot mend."""
 
@@ -132,7 +135,10 @@ class Coordinator:
             return
         now = time.monotonic()
         for row in self._table.all():
+            if row.state == "ready" or (row.state == "broken" and row.writer != self._peers.id):
+                self._served.add(row.id)  # a predecessor gave up on nothing that it left broken
             if not row.wanted:
+                self._served.discard(row.id)
                 self._failures.pop(row.id, None)
                 self._cancel(row.id)
             elif (
@@ -144,7 +150,6 @@ class Coordinator:
                 attempt.task = asyncio.create_task(self._attempt(row.id, attempt), name=f"deploy {row.model}")
                 attempt.task.add_done_callback(lambda t, d=row.id, a=attempt: self._ended(d, a, t))  # type: ignore[misc]
             elif row.state == "ready":
-                self._served.add(row.id)
                 for node in Plan.from_proto(row.plan).nodes if row.HasField("plan") else ():
                     if node not in self._peers.member_ids():
                         self.lost(node, "it is no member now")
@@ -186,7 +191,10 @@ class Coordinator:
         if attempt is not None and attempt.epoch == epoch and not attempt.ready.done():
             if event.kind == "ready":
                 attempt.ready.set_result(event)
-            elif event.kind in ("lost", "not_ready", "stuck"):
+            elif event.kind == "not_ready":
+                # The driver keeps trying; people see what it waits for.
+                self._set(event.deployment, "loading", proto_to_error(event.error).message)
+            elif event.kind in ("lost", "stuck"):
                 attempt.ready.set_exception(proto_to_error(event.error))
                 attempt.ready.exception()  # seen: an attempt that has not come so far fails by itself
             return
@@ -308,19 +316,17 @@ class Coordinator:
         row = self._table.get(deployment)
         if row is None or not row.wanted:
             return
-        served = deployment in self._served or row.state == "broken"
-        hopeless = isinstance(error, FINAL) or (isinstance(error, DoesNotFit) and (not served) and count >= 2)
-        if hopeless and not served:
+        served = deployment in self._served
+        final = isinstance(error, FINAL) or (isinstance(error, DoesNotFit) and count >= 2) or count >= MAX_FIRST_TRIES
+        if final and not served:
             self._set(deployment, "refused", error.message, wanted=False)
             return
         reason = error.message
         if isinstance(error, DoesNotFit) and row.state == "broken" and row.reason:
-            cause = row.reason.split("; the members left")[0]
-            reason = f"{cause}; the members left cannot hold it: {error.message}"
+            cause = row.reason.split(CANNOT_HOLD)[0]
+            reason = f"{cause}{CANNOT_HOLD}{error.message}"
         if row.state != "broken" or row.reason != reason:
-            self._set(
-                deployment, "broken" if served or not isinstance(error, DoesNotFit) else "planning", reason
-            )
+            self._set(deployment, "broken", reason)
 
     async def _ask(self, deployment: str) -> tuple[dict[str, agreement.Report], dict[str, pb.StageEndpoint]]:
         """Epochs and endpoints of all members that answer."""

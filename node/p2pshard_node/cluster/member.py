@@ -299,6 +299,14 @@ class Member:
         if record.prepared:
             self._ledger.put(agreement.unloaded(record))
 
+    def left_out(self, row: pb.Deployment) -> bool:
+        """Whether the row's plan is newer than anything promised here and has no stage on this node."""
+        if not row.HasField("plan") or row.state not in ("loading", "ready"):
+            return False
+        nodes = {r.node for replica in row.plan.replicas for s in replica.stages for r in s.ranks}
+        epoch = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
+        return self._peers.id not in nodes and epoch > self._ledger.get(row.id).promised
+
     async def epochs(self, deployment: str, asker: str) -> pb.EpochReport:
         """What is promised and active here."""
         record = self._ledger.get(deployment)
