@@ -66,8 +66,10 @@ class Worker:
     key: str = ""
     """The deployment it holds; empty while it is warm."""
     stage: int = 0
+    booked_bytes: int = 0
+    """What the plan counts with."""
     budget_bytes: int = 0
-    """What the plan lets it use; 0: not limited yet."""
+    """Above this its peak memory ends it; 0: not limited yet."""
     base_bytes: int = 0
     """Peak memory after its imports."""
     over_budget: str = ""
@@ -170,8 +172,8 @@ class Supervisor:
         return int(cached.get("base_bytes", 0)) if cached else 0
 
     def used_bytes(self, *, without: str = "") -> int:
-        """What the plans of loaded workers may use, but for one deployment's."""
-        return sum(w.budget_bytes for w in self._workers if w.key and w.key != without and not w.stopping)
+        """What the plans of loaded workers count with, but for one deployment's."""
+        return sum(w.booked_bytes for w in self._workers if w.key and w.key != without and not w.stopping)
 
     # -- processes
     async def _spawn(self) -> Worker:
@@ -362,18 +364,15 @@ class Supervisor:
         plan: dict[str, Any],
         stage: int,
         source: Path,
+        booked_bytes: int,
         budget_bytes: int,
         progress: Callable[[str, int, int], None],
     ) -> tuple[Worker, Event]:
         """Load a stage. Raises what the worker refused with, `DoesNotFit` when it outgrew its budget, `NotReady` when stuck."""
         async with self._lock:
             worker = await self._take()
-            worker.key, worker.stage, worker.budget_bytes, worker.progress = (
-                key,
-                stage,
-                budget_bytes,
-                progress,
-            )
+            worker.key, worker.stage, worker.progress = key, stage, progress
+            worker.booked_bytes, worker.budget_bytes = booked_bytes, budget_bytes
         message = {
             "op": "load",
             "deployment": key,

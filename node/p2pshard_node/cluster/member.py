@@ -190,6 +190,7 @@ class Member:
             plan=plan.to_json(),
             stage=index,
             source=source,
+            booked_bytes=stage.ranks[0].total_bytes,
             budget_bytes=stage.ranks[0].budget_bytes,
             progress=tell,
         )

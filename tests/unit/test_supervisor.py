@@ -1,0 +1,229 @@
+"""The supervisor over real processes: a small script in place of the worker, which does what each test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, UnsupportedModel
+from p2pshard_node import supervisor as module
+from p2pshard_node.supervisor import Supervisor, exit_reason
+
+SCRIPT = """
+import os, socket, struct, sys, time
+import msgpack
+fd = int(sys.argv[sys.argv.index("--control-fd") + 1])
+how = sys.argv[1]
+control = socket.socket(fileno=fd)
+def say(**event):
+    data = msgpack.packb(event)
+    control.sendall(struct.pack(">I", len(data)) + data)
+def take(count):
+    data = b""
+    while len(data) < count:
+        piece = control.recv(count - len(data))
+        if not piece:
+            sys.exit(0)
+        data += piece
+    return data
+if how == "dies at once":
+    sys.exit(7)
+say(ev="started", pid=os.getpid(), base_bytes=1000)
+while True:
+    message = msgpack.unpackb(take(struct.unpack(">I", take(4))[0]))
+    match message["op"]:
+        case "probe":
+            say(ev="probed", devices=[{"device": "cpu", "matmul_gflops": 2.5}])
+        case "load":
+            say(ev="progress", phase="loading", done=1, total=2)
+            if how == "refuses":
+                say(ev="refused", error={"code": "unsupported_model", "message": "GPT-2 is not run here", "details": {}})
+                continue
+            if how == "hangs":
+                time.sleep(60)
+            if how == "eats":
+                kept = bytearray(os.urandom(1) * (200 << 20))
+                time.sleep(60)
+            if how == "dies loading":
+                os.kill(os.getpid(), 9)
+            say(ev="loaded", port=4321, weight_bytes=message["stage"], kv_bytes=0, base_bytes=1000, peak_bytes=2000)
+        case "activate":
+            say(ev="ready")
+        case "stats":
+            say(ev="stats", peak_bytes=2000, blocks_used=3, blocks_total=8, sequences=1)
+        case "stop" if how != "deaf":
+            sys.exit(0)
+"""
+
+
+class Rig:
+    def __init__(self, folder: Path, how: str, **options: Any) -> None:
+        script = folder / "worker.py"
+        script.write_text(SCRIPT)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.steps: list[tuple[str, int, int]] = []
+        values: dict[str, Any] = {"host": "127.0.0.1", "ports": (0, 0), "node": "n", "warm": False, **options}
+        self.supervisor = Supervisor(
+            folder,
+            on_event=lambda key, event: self.events.append((key, event)),
+            argv=[sys.executable, str(script), how],
+            **values,
+        )
+
+    async def load(self, key: str = "d", *, booked: int = 1000, budget: int = 1 << 40) -> tuple[module.Worker, dict[str, Any]]:
+        return await self.supervisor.load(
+            key,
+            plan={},
+            stage=5,
+            source=Path("/nowhere"),
+            booked_bytes=booked,
+            budget_bytes=budget,
+            progress=lambda *step: self.steps.append(step),
+        )
+
+    async def until(self, condition: Callable[[], Any], seconds: float = 10.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it did not come to that in time"
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(how: str = "good", **options: Any) -> Rig:
+        rigs.append(Rig(tmp_path, how, **options))
+        return rigs[-1]
+
+    yield make
+    for one in rigs:
+        pids = [w.pid for w in one.supervisor.workers()]
+        await one.supervisor.close()
+        assert not any(alive(pid) for pid in pids), "closing leaves no worker behind"
+
+
+async def test_load_activate_and_stop(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    worker, event = await one.load()
+    assert event["port"] == 4321 and event["weight_bytes"] == 5
+    assert one.steps == [("loading", 1, 2)]
+    one.supervisor.activate("d", {"deployment": "d"})
+    await one.until(lambda: one.events)
+    assert one.events == [("d", {"ev": "ready"})]
+    await one.supervisor.stop("d")
+    assert not alive(worker.pid) and one.supervisor.worker("d") is None
+    assert one.events == [("d", {"ev": "ready"})]  # an end that was asked for is no event
+    with pytest.raises(NotReady):
+        one.supervisor.activate("d", {})
+
+
+async def test_counts_arrive_without_being_asked_for(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    one.supervisor.start()
+    worker, _ = await one.load()
+    await one.until(lambda: worker.stats)
+    assert (worker.stats["blocks_used"], worker.stats["blocks_total"]) == (3, 8)
+
+
+async def test_a_worker_that_is_killed_is_an_event_with_its_reason(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    worker, _ = await one.load()
+    os.kill(worker.pid, signal.SIGKILL)
+    await one.until(lambda: one.events)
+    ((key, event),) = one.events
+    assert (key, event["ev"], event["code"]) == ("d", "exit", -9) and "out of memory" in event["reason"]
+    assert one.supervisor.worker("d") is None
+    await one.load()  # and the next one works
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("refuses", UnsupportedModel), ("dies loading", Internal), ("dies at once", Internal)]
+)
+async def test_a_load_that_fails_is_a_typed_error_and_leaves_nothing(
+    rig: Callable[..., Rig], how: str, error: type[P2PShardError]
+) -> None:
+    one = rig(how)
+    with pytest.raises(error) as caught:
+        await one.load()
+    if how != "refuses":
+        assert "killed" in caught.value.message or "code 7" in caught.value.message
+    await one.until(lambda: not one.supervisor.workers())
+
+
+async def test_a_load_that_falls_silent_is_ended(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOAD_SILENCE_S", 1.0)
+    monkeypatch.setattr(module, "STOP_S", 0.3)
+    one = rig("hangs")
+    with pytest.raises(NotReady, match="reported nothing"):
+        await one.load()
+    assert not one.supervisor.workers()
+
+
+async def test_a_worker_that_ignores_stop_is_killed(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STOP_S", 0.3)
+    one = rig("deaf")
+    worker, _ = await one.load()
+    await one.supervisor.stop("d")
+    assert not alive(worker.pid)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory of another process is read from /proc")
+async def test_a_worker_above_its_budget_is_ended_and_named(rig: Callable[..., Rig]) -> None:
+    one = rig("eats")
+    one.supervisor.start()
+    with pytest.raises(DoesNotFit, match="above its budget of 104,857,600"):
+        await one.load(budget=100 << 20)
+
+
+async def test_a_load_that_is_cancelled_ends_its_worker(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STOP_S", 0.3)
+    one = rig("hangs")
+    task = asyncio.create_task(one.load())
+    await one.until(lambda: one.steps)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not one.supervisor.workers()
+
+
+async def test_a_warm_worker_becomes_the_next_load_and_another_is_kept_only_if_it_fits(rig: Callable[..., Rig]) -> None:
+    one = rig(warm=True, budget=lambda: 10_000)
+    one.supervisor.start()
+    await one.until(lambda: one.supervisor.base_bytes)
+    (warm,) = one.supervisor.workers()
+    worker, _ = await one.load()
+    assert worker.pid == warm.pid
+    await one.until(lambda: len(one.supervisor.workers()) == 2)  # 10,000 bytes have room for another
+    await one.load("e", booked=8_500)
+    await asyncio.sleep(0.3)
+    assert len(one.supervisor.workers()) == 2  # and now they have not
+
+
+async def test_a_probe_is_measured_once_and_then_read_from_the_disk(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    assert (await one.supervisor.probe())["devices"] == [{"device": "cpu", "matmul_gflops": 2.5}]
+    assert not one.supervisor.workers()
+    again = rig("dies at once")
+    probed = await again.supervisor.probe()
+    assert probed["base_bytes"] == 1000 and again.supervisor.base_bytes == 1000
+
+
+def test_exits_in_words() -> None:
+    assert "out of memory" in exit_reason(-9) and "out of memory" in exit_reason(137)
+    assert exit_reason(-11) == "died of SIGSEGV" and exit_reason(3) == "exited with code 3"
