@@ -120,7 +120,9 @@ class Plan:
             for index, stage in enumerate(replica.stages):
                 first, last = stage.layers
                 if first != following or last < first or not stage.ranks:
-                    raise ProtocolError(f"plan's stage {index} has layers {first}-{last}, expected to start at {following}")
+                    raise ProtocolError(
+                        f"plan's stage {index} has layers {first}-{last}, expected to start at {following}"
+                    )
                 if stage.embedding != (first == 0) or stage.head != (last == self.layers - 1):
                     raise ProtocolError(f"plan's stage {index} has its embedding or head in the wrong place")
                 following = last + 1
@@ -131,7 +133,9 @@ class Plan:
 
     def digest(self) -> str:
         """Hex sha256 of the canonical JSON."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
     # -- JSON -----------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
@@ -149,7 +153,9 @@ class Plan:
                             layers=(int(s["layers"][0]), int(s["layers"][1])),
                             embedding=bool(s["embedding"]),
                             head=bool(s["head"]),
-                            ranks=tuple(Rank(**{**r, "experts": tuple(r.get("experts", ()))}) for r in s["ranks"]),
+                            ranks=tuple(
+                                Rank(**{**r, "experts": tuple(r.get("experts", ()))}) for r in s["ranks"]
+                            ),
                         )
                         for s in r["stages"]
                     )

@@ -1,0 +1,60 @@
+"""From a manifest to a plan, or to the answer of ``p2pshard plan``: what the daemon calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from p2pshard.errors import DoesNotFit
+from p2pshard.models.manifest import Manifest
+from p2pshard.planning.memory import profile_model, resolve_dtype, smaller_dtypes
+from p2pshard.planning.plan import Epoch, Plan
+from p2pshard.planning.profiles import LinkProfile, NodeBudget
+from p2pshard.planning.settings import Settings
+from p2pshard.planning.solver import make_plan
+
+__all__ = ["plan_model", "plan_reply"]
+
+
+def plan_model(
+    nodes: Sequence[NodeBudget],
+    manifest: Manifest,
+    name: str,
+    links: Iterable[LinkProfile],
+    settings: Settings,
+    epoch: Epoch,
+) -> Plan:
+    """A plan for the model with these settings; ``name`` is what people call it.
+
+    Raises `DoesNotFit` (smaller dtypes are tried for its suggestions), `InvalidRequest` and `ModelCorrupt`.
+    """
+    dtype = resolve_dtype(manifest, settings.dtype)
+    model = profile_model(manifest, dtype, name)
+    smaller = tuple(profile_model(manifest, other, name) for other in smaller_dtypes(dtype))
+    return make_plan(nodes, model, links, settings, epoch, smaller=smaller)
+
+
+def plan_reply(
+    nodes: Sequence[NodeBudget],
+    manifest: Manifest,
+    name: str,
+    links: Iterable[LinkProfile],
+    settings: Settings,
+    epoch: Epoch,
+) -> dict[str, Any]:
+    """The answer of ``p2pshard plan``: ``{fits, plan, shortfall_bytes, suggestions, terms, message}``.
+
+    Raises `InvalidRequest` and `ModelCorrupt` as `plan_model` does.
+    """
+    try:
+        plan = plan_model(nodes, manifest, name, links, settings, epoch)
+    except DoesNotFit as error:
+        return {"fits": False, "plan": None, "message": error.message, **error.details}
+    return {
+        "fits": True,
+        "plan": plan.to_json(),
+        "shortfall_bytes": 0,
+        "suggestions": [],
+        "terms": [],
+        "message": "",
+    }

@@ -1,0 +1,260 @@
+"""Budgets, links and a model in; a plan out. Pure: equal inputs give equal plans.
+
+The fewest nodes that fit, then the largest steps, then (when not asked for one) the largest context on
+those nodes; layers are spread so that the fullest node is the least full. Up to `EXACT_NODES` candidates a
+plan is found whenever there is one; with more the search is bounded and may miss a fit that only an unusual
+order has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from p2pshard.errors import Internal, InvalidRequest
+from p2pshard.planning.memory import (
+    BLOCK_SIZE,
+    CHUNK_TOKENS,
+    blocks_for,
+    kv_bytes,
+    workspace_bytes,
+)
+from p2pshard.planning.ordering import Capacity, Problem, balance, find_order
+from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+from p2pshard.planning.profiles import LinkProfile, ModelProfile, NodeBudget
+from p2pshard.planning.settings import Settings
+
+__all__ = [
+    "LEAST_CONTEXT",
+    "Cluster",
+    "Fit",
+    "choose_candidates",
+    "fit",
+    "least_context",
+    "make_plan",
+    "problem_of",
+]
+
+LEAST_CONTEXT = 8192
+"""Without a context asked for: at least this, or the model's maximum if that is less."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes that may be used, most wanted first, with the user's pins resolved to ids."""
+
+    nodes: tuple[NodeBudget, ...]
+    pairs: frozenset[frozenset[str]]
+    """Ids of nodes with a fresh link between them."""
+    pins: tuple[tuple[str, int, int], ...] = ()
+    """(node id, first, last)."""
+    count: int | None = None
+    """Exactly so many stages."""
+
+    def linked(self, a: str, b: str) -> bool:
+        return a == b or frozenset((a, b)) in self.pairs
+
+    @cached_property
+    def matrix(self) -> tuple[tuple[bool, ...], ...]:
+        """`linked` by number in ``nodes``."""
+        return tuple(tuple(self.linked(a.node, b.node) for b in self.nodes) for a in self.nodes)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A choice of nodes, in pipeline order, that holds the model with these sizes."""
+
+    order: tuple[int, ...]
+    """Numbers in ``Cluster.nodes``."""
+    context: int
+    concurrency: int
+    chunk_tokens: int
+
+
+def make_plan(
+    nodes: Sequence[NodeBudget],
+    model: ModelProfile,
+    links: Iterable[LinkProfile],
+    settings: Settings,
+    epoch: Epoch,
+    *,
+    smaller: Sequence[ModelProfile] = (),
+) -> Plan:
+    """Give every layer to exactly one node, within every budget.
+
+    ``smaller``: the same model in smaller dtypes; the first that fits is suggested when ``model`` does not.
+
+    Raises:
+        DoesNotFit: with ``shortfall_bytes``, ``terms`` and ``suggestions`` in its details.
+        InvalidRequest: a node that is no member, a context above the model's, layers that it does not have.
+    """
+    links = tuple(links)
+    cluster = choose_candidates(nodes, model, links, settings)
+    found = fit(cluster, model, settings)
+    if found is None:
+        from p2pshard.planning.shortfall import refusal  # it asks "what if" of this module
+
+        raise refusal(cluster, nodes, model, links, settings, smaller)
+    return _plan(found, cluster, model, epoch)
+
+
+def choose_candidates(
+    nodes: Sequence[NodeBudget], model: ModelProfile, links: Iterable[LinkProfile], settings: Settings
+) -> Cluster:
+    """Check the settings against the members and keep the nodes that may be used. Raises `InvalidRequest`."""
+    if settings.context is not None and settings.context > model.max_context:
+        raise InvalidRequest(
+            f"context {settings.context} is more than the model's own {model.max_context} tokens",
+            field="context",
+            context=settings.context,
+            max_context=model.max_context,
+        )
+    if settings.nodes is not None and settings.nodes > model.layers:
+        raise InvalidRequest(
+            f"{settings.nodes} nodes for {model.layers} layers; each needs at least one", field="nodes"
+        )
+    excluded = {_member(nodes, name, "exclude").node for name in settings.exclude}
+    pins: list[tuple[str, int, int]] = []
+    for pin in settings.layers:
+        node = _member(nodes, pin.node, "layers").node
+        if pin.last >= model.layers:
+            raise InvalidRequest(
+                f"layers {pin.first}-{pin.last} for {pin.node}: the model has layers 0-{model.layers - 1}",
+                field="layers",
+            )
+        if node in excluded:
+            raise InvalidRequest(f"{pin.node} has both layers and an exclusion", field="exclude")
+        if node in (other for other, _, _ in pins):
+            raise InvalidRequest(
+                f"{pin.node} is given layers twice; a node holds one run of layers", field="layers"
+            )
+        pins.append((node, pin.first, pin.last))
+    if settings.nodes is not None and len(pins) > settings.nodes:
+        raise InvalidRequest(f"layers name {len(pins)} nodes and nodes is {settings.nodes}", field="nodes")
+
+    able = [n for n in nodes if n.node not in excluded and (not n.dtypes or model.dtype in n.dtypes)]
+    able.sort(key=lambda n: (n.base_bytes - n.budget_bytes, -n.bandwidth_gbps, -n.gflops, n.node, n.device))
+    one_device = {n.node: n for n in reversed(able)}  # of each node the device with the most room
+    chosen = tuple(n for n in able if one_device[n.node] is n)
+    pairs = frozenset(frozenset((link.a, link.b)) for link in links if link.fresh)
+    return Cluster(chosen, pairs, tuple(pins), settings.nodes)
+
+
+def _member(nodes: Sequence[NodeBudget], name: str, field: str) -> NodeBudget:
+    found = {n.node: n for n in nodes if n.answers_to(name)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise InvalidRequest(
+            f"{field}: {len(found)} members are called {name!r}; use an id: {', '.join(found)}", field=field
+        )
+    members = ", ".join(dict.fromkeys(n.name for n in nodes)) or "none"
+    raise InvalidRequest(f"{field}: no member is called {name!r}; members are {members}", field=field)
+
+
+def least_context(model: ModelProfile, settings: Settings) -> int:
+    """The context that must fit."""
+    return settings.context or min(LEAST_CONTEXT, model.max_context)
+
+
+def fit(cluster: Cluster, model: ModelProfile, settings: Settings) -> Fit | None:
+    """The best choice, or None when nothing fits."""
+    least, concurrency = least_context(model, settings), settings.concurrency
+    smallest = problem_of(cluster, model, least, concurrency, CHUNK_TOKENS[-1])
+    counts = range(1, len(cluster.nodes) + 1) if cluster.count is None else (cluster.count,)
+    count = next((n for n in counts if find_order(smallest, n)), None)  # larger steps only need more
+    if count is None:
+        return None
+    for chunk in CHUNK_TOKENS:
+
+        def at(context: int, chunk: int = chunk) -> Fit | None:
+            order = find_order(problem_of(cluster, model, context, concurrency, chunk), count)
+            return Fit(order, context, concurrency, chunk) if order else None
+
+        if found := at(least):
+            return found if settings.context is not None else _largest_context(at, found, model.max_context)
+    return None
+
+
+def _largest_context(fit_at: Callable[[int], Fit | None], found: Fit, most: int) -> Fit:
+    """Grow a fit to the largest context up to ``most``: less context never needs more memory."""
+    whole = fit_at(most)
+    if whole is not None:
+        return whole
+    low, high = found.context // BLOCK_SIZE, -(-most // BLOCK_SIZE)  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        option = fit_at(middle * BLOCK_SIZE)
+        if option is None:
+            high = middle
+        else:
+            low, found = middle, option
+    return found
+
+
+def problem_of(
+    cluster: Cluster, model: ModelProfile, context: int, concurrency: int, chunk_tokens: int
+) -> Problem:
+    """The search problem: what each layer costs, and what each node has left for layers."""
+    blocks = blocks_for(context, concurrency)
+    costs = tuple(model.layer_bytes[i] + kv_bytes(model, i, i, blocks) for i in range(model.layers))
+    plain = workspace_bytes(model, context, chunk_tokens, head=False)
+    headed = workspace_bytes(model, context, chunk_tokens, head=True)
+    pins = {node: (first, last) for node, first, last in cluster.pins}
+    candidates = []
+    for node in cluster.nodes:
+        left = node.budget_bytes - node.base_bytes - model.common_bytes
+        last = left - headed - model.head_bytes
+        candidates.append(
+            Capacity(
+                middle=left - plain,
+                first=left - plain - model.embedding_bytes,
+                last=last,
+                only=last - model.embedding_bytes + model.shared_saving_bytes,
+                pin=pins.get(node.node),
+            )
+        )
+    return Problem(costs, tuple(candidates), cluster.matrix)
+
+
+def _plan(found: Fit, cluster: Cluster, model: ModelProfile, epoch: Epoch) -> Plan:
+    blocks = blocks_for(found.context, found.concurrency)
+    problem = problem_of(cluster, model, found.context, found.concurrency, found.chunk_tokens)
+    ends = balance(problem, found.order)
+    if ends is None:
+        raise Internal(f"the order {found.order} was found to hold the model and has no cut that does")
+    stages = tuple(
+        _stage(cluster.nodes[number], model, start, end - 1, found, blocks)
+        for number, start, end in zip(found.order, (0, *ends[:-1]), ends, strict=True)
+    )
+    plan = Plan(
+        replicas=(Replica(stages),),
+        epoch=epoch,
+        numerics="tolerant",
+        manifest=model.manifest,
+        model=model.name,
+        dtype=model.dtype,
+        context=found.context,
+        concurrency=found.concurrency,
+        block_size=BLOCK_SIZE,
+        blocks=blocks,
+        chunk_tokens=found.chunk_tokens,
+        layers=model.layers,
+    )
+    plan.check()
+    return plan
+
+
+def _stage(node: NodeBudget, model: ModelProfile, first: int, last: int, found: Fit, blocks: int) -> Stage:
+    head = last == model.layers - 1
+    rank = Rank(
+        node=node.node,
+        device=node.device,
+        weight_bytes=model.weight_bytes(first, last),
+        kv_bytes=kv_bytes(model, first, last, blocks),
+        workspace_bytes=workspace_bytes(model, found.context, found.chunk_tokens, head=head),
+        base_bytes=node.base_bytes,
+        budget_bytes=node.budget_bytes,
+    )
+    return Stage((first, last), first == 0, head, (rank,))
