@@ -65,6 +65,8 @@ class ModelProfile:
     embedding_bytes: int = 0
     head_bytes: int = 0
     """Output projection and final norm, as they are on a stage without the embedding."""
+    layer_padding_bytes: tuple[int, ...] = ()
+    """What each layer takes beyond its weights, because kernels pad them; counted as workspace. Empty: nothing."""
     shared_saving_bytes: int = 0
     """What a stage with both embedding and head saves, because they are one tensor there."""
     common_bytes: int = 0
@@ -88,6 +90,10 @@ class ModelProfile:
     @property
     def layers(self) -> int:
         return len(self.layer_bytes)
+
+    def padding_bytes(self, first: int, last: int) -> int:
+        """Padding of layers ``first`` to ``last`` inclusive."""
+        return sum(self.layer_padding_bytes[first : last + 1])
 
     def weight_bytes(self, first: int, last: int) -> int:
         """Weights of a stage with layers ``first`` to ``last`` inclusive, its embedding and head included."""

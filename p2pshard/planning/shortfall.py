@@ -85,7 +85,8 @@ def terms(cluster: Cluster, model: ModelProfile, settings: Settings) -> list[dic
                 "layers": f"{start}-{end - 1}" if end > start else "none",
                 "weight_bytes": model.weight_bytes(start, end - 1) if end > start else 0,
                 "kv_bytes": kv_bytes(model, start, end - 1, blocks) if end > start else 0,
-                "workspace_bytes": workspace_bytes(model, context, chunk, head=head),
+                "workspace_bytes": workspace_bytes(model, context, chunk, head=head)
+                + (model.padding_bytes(start, end - 1) if end > start else 0),
                 "base_bytes": node.base_bytes,
                 "budget_bytes": node.budget_bytes,
             }

@@ -198,7 +198,10 @@ def problem_of(
 ) -> Problem:
     """The search problem: what each layer costs, and what each node has left for layers."""
     blocks = blocks_for(context, concurrency)
-    costs = tuple(model.layer_bytes[i] + kv_bytes(model, i, i, blocks) for i in range(model.layers))
+    costs = tuple(
+        model.layer_bytes[i] + kv_bytes(model, i, i, blocks) + model.padding_bytes(i, i)
+        for i in range(model.layers)
+    )
     plain = workspace_bytes(model, context, chunk_tokens, head=False)
     headed = workspace_bytes(model, context, chunk_tokens, head=True)
     pins = {node: (first, last) for node, first, last in cluster.pins}
@@ -253,7 +256,8 @@ def _stage(node: NodeBudget, model: ModelProfile, first: int, last: int, found: 
         device=node.device,
         weight_bytes=model.weight_bytes(first, last),
         kv_bytes=kv_bytes(model, first, last, blocks),
-        workspace_bytes=workspace_bytes(model, found.context, found.chunk_tokens, head=head),
+        workspace_bytes=workspace_bytes(model, found.context, found.chunk_tokens, head=head)
+        + model.padding_bytes(first, last),
         base_bytes=node.base_bytes,
         budget_bytes=node.budget_bytes,
     )
