@@ -1,6 +1,8 @@
-"""A driver in front of no engine: the real stream protocol, tokens from a function of the prompt. And a cluster around it.
+"""A driver in front of no engine: the real stream protocol, tokens from a function of the prompt. And a
+cluster around it.
 
-Everything else in the tests that use it is real: gateway, tokenizer, templates, gRPC and HTTP servers on real ports.
+Everything else in the tests that use it is real: gateway, tokenizer, templates, gRPC and HTTP servers on
+real ports.
 """
 
 from __future__ import annotations
@@ -33,9 +35,8 @@ NextToken = Callable[[Sequence[int], int], int]
 
 def byte_tokenizer() -> bytes:
     """tokenizer.json of 256 byte tokens (id = byte) and the special ones after them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     from p2pshard_node.gateway.tokenizer import _byte_alphabet
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = dict(_byte_alphabet())
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

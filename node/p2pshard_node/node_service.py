@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from p2pshard.errors import Internal, P2PShardError, Refused
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
@@ -32,7 +32,7 @@ class ModelNames(Protocol):
 
 
 def is_local(peer: str) -> bool:
-    """Whether a gRPC peer (``ipv4:1.2.3.4:5``, ``ipv6:%5B::1%5D:5``, ``unix:``) is a process on this machine."""
+    """Whether a gRPC peer (``ipv4:1.2.3.4:5``, ``ipv6:%5B::1%5D:5``, ``unix:``) runs on this machine."""
     kind, _, rest = peer.partition(":")
     if kind == "unix":
         return True
@@ -118,7 +118,7 @@ class NodeService(control_pb2_grpc.NodeServicer):
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generate_pb2.GenerateEvent]:
-        """Deploys nothing by itself. The end of the call, however it comes, ends the request on every stage."""
+        """Deploys nothing by itself. The end of the call ends the request on every stage."""
         async with _errors_cross(context), aclosing(self._gateway.generate(request)) as events:
             async for event in events:
                 yield event
@@ -148,8 +148,8 @@ class NodeService(control_pb2_grpc.NodeServicer):
         async with _errors_cross(context):
             if not is_local(context.peer()):
                 raise Refused(
-                    f"only a client on this node's own machine may stop it, and you are {unquote(context.peer())}; "
-                    "run p2pshard down there"
+                    "only a client on this node's own machine may stop it, and you are "
+                    f"{unquote(context.peer())}; run p2pshard down there"
                 )
             stopping = self._shutdown()
             if stopping is not None:

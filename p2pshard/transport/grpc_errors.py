@@ -20,7 +20,8 @@ _DETAIL_BYTES = 4 << 10
 def fitted(error: P2PShardError, limit: int = _DETAIL_BYTES) -> P2PShardError:
     """The error with its largest details left out until the rest takes at most `limit` bytes as JSON.
 
-    What was left out stands under ``left_out``, so that a reader knows that there was more (`plan --json` has it all).
+    What was left out stands under ``left_out``, so that a reader knows that there was more (`plan --json`
+    has it all).
     """
     details: dict[str, Any] = error.to_wire()["details"]
     left_out: list[str] = []

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
 from p2pshard_node.api.app import create_app
 from p2pshard_node.api.server import Handle, serve
 from p2pshard_node.gateway.gateway import Gateway, Limits
+
 from tests.fake_driver import FakeCluster, FakeDriver, MemoryStore, make_plan, spells
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -53,7 +53,7 @@ async def api() -> AsyncIterator[Api]:
 
 async def quiet(api: Api, timeout: float = 1.0) -> None:
     async with asyncio.timeout(timeout):
-        while api.driver.running or api.gateway.ps():
+        while api.driver.running or api.gateway.ps():  # noqa: ASYNC110 (others' state)
             await asyncio.sleep(0.01)
 
 
@@ -198,69 +198,70 @@ async def post(api: Api, path: str = "/v1/chat/completions", **body: Any) -> htt
     return await api.http.post(path, json={**base, **body})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("n", 2),
-        ("n", True),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
-        ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"1": 5}),
-        ("audio", {}),
-        ("store", True),
-        ("made_up", 1),
-        ("temperature", "hot"),
-        ("temperature", 3),
-        ("top_p", 0),
-        ("top_k", 1.5),
-        ("max_tokens", 0),
-        ("max_tokens", "5"),
-        ("stream", 1),
-        ("stop", [1]),
-        ("stop", [""]),
-        ("seed", 2**64),
-        ("messages", []),
-        ("messages", "hi"),
-        ("model", ""),
-        ("top_logprobs", 2),
-        ("stream_options", {"include_usage": True}),
-        ("stream_options", {"other": 1}),
-    ],
-)
-async def test_what_is_not_done_is_refused_by_name(api: Api, field: str, value: object) -> None:
-    reply = await post(api, **{field: value})
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
-    assert error["type"] == "invalid_request_error" and error["param"].startswith(field), error
-    assert field.split("_")[0] in error["message"] or "stop string" in error["message"]
-    assert api.driver.submits == []
+REFUSED: list[Any] = [
+    ("n", 2),
+    ("n", True),
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "auto"),
+    ("response_format", {"type": "json_object"}),
+    ("logit_bias", {"1": 5}),
+    ("audio", {}),
+    ("store", True),
+    ("made_up", 1),
+    ("temperature", "hot"),
+    ("temperature", 3),
+    ("top_p", 0),
+    ("top_k", 1.5),
+    ("max_tokens", 0),
+    ("max_tokens", "5"),
+    ("stream", 1),
+    ("stop", [1]),
+    ("stop", [""]),
+    ("seed", 2**64),
+    ("messages", []),
+    ("messages", "hi"),
+    ("model", ""),
+    ("top_logprobs", 2),
+    ("stream_options", {"include_usage": True}),
+    ("stream_options", {"other": 1}),
+]
 
 
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages[0].content[0]",
-        ),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
-        ({"role": "king", "content": "x"}, "messages[0].role"),
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": "x", "more": 1}, "messages[0].more"),
-    ],
-)
-async def test_messages_that_a_text_model_cannot_take(api: Api, message: object, param: str) -> None:
-    reply = await post(api, messages=[message])
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+async def test_what_is_not_done_is_refused_by_name(api: Api) -> None:
+    for field, value in REFUSED:
+        reply = await post(api, **{field: value})
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["type"] == "invalid_request_error" and error["param"].startswith(field), error
+        assert field.split("_")[0] in error["message"] or "stop string" in error["message"]
+        assert api.driver.submits == []
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("echo", True), ("best_of", 2), ("suffix", "x"), ("prompt", ["a", "b"])]
-)
-async def test_completions_refuse_by_name(api: Api, field: str, value: object) -> None:
-    reply = await post(api, "/v1/completions", **{field: value})
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+MESSAGES_REFUSED: list[Any] = [
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        "messages[0].content[0]",
+    ),
+    ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+    ({"role": "king", "content": "x"}, "messages[0].role"),
+    ({"role": "user"}, "messages[0].content"),
+    ({"role": "user", "content": "x", "more": 1}, "messages[0].more"),
+]
+
+
+async def test_messages_that_a_text_model_cannot_take(api: Api) -> None:
+    for message, param in MESSAGES_REFUSED:
+        reply = await post(api, messages=[message])
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+
+
+COMPLETIONS_REFUSED: list[Any] = [("echo", True), ("best_of", 2), ("suffix", "x"), ("prompt", ["a", "b"])]
+
+
+async def test_completions_refuse_by_name(api: Api) -> None:
+    for field, value in COMPLETIONS_REFUSED:
+        reply = await post(api, "/v1/completions", **{field: value})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field
 
 
 async def test_what_says_nothing_is_taken(api: Api) -> None:
@@ -285,22 +286,21 @@ async def test_what_says_nothing_is_taken(api: Api) -> None:
     assert b"user\nab" in bytes(i for i in api.driver.submits[0].prompt_ids if i < 256)
 
 
-@pytest.mark.parametrize(
-    ("content", "kind", "status"),
-    [
-        (b"{}", "text/plain", 415),
-        (b"{", "application/json", 400),
-        (b"[]", "application/json", 400),
-        (b"\xff", "application/json", 400),
-        (b'{"model": NaN}', "application/json", 400),
-        (b"[" * 100_000, "application/json", 400),
-        (b'"' + b"x" * (9 << 20) + b'"', "application/json", 413),
-    ],
-    ids=["type", "cut", "list", "bytes", "nan", "deep", "large"],
-)
-async def test_bodies_that_are_no_request(api: Api, content: bytes, kind: str, status: int) -> None:
-    reply = await api.http.post("/v1/chat/completions", content=content, headers={"content-type": kind})
-    assert reply.status_code == status and reply.json()["error"]["message"]
+NO_REQUESTS = [
+    (b"{}", "text/plain", 415),
+    (b"{", "application/json", 400),
+    (b"[]", "application/json", 400),
+    (b"\xff", "application/json", 400),
+    (b'{"model": NaN}', "application/json", 400),
+    (b"[" * 100_000, "application/json", 400),
+    (b'"' + b"x" * (9 << 20) + b'"', "application/json", 413),
+]
+
+
+async def test_bodies_that_are_no_request(api: Api) -> None:
+    for content, kind, status in NO_REQUESTS:
+        reply = await api.http.post("/v1/chat/completions", content=content, headers={"content-type": kind})
+        assert reply.status_code == status and reply.json()["error"]["message"], content[:20]
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(api: Api) -> None:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import pytest
+from p2pshard_node.gateway.gateway import Gateway, Limits
 
 from p2pshard.errors import (
     Cancelled,
@@ -25,7 +26,6 @@ from p2pshard.errors import (
 )
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.generated import generate_pb2
-from p2pshard_node.gateway.gateway import Gateway, Limits
 from tests.fake_driver import EOS, FakeCluster, FakeDriver, MemoryStore, letters, make_plan, spells
 
 
@@ -83,7 +83,7 @@ async def collect(gateway: Gateway, request: generate_pb2.GenerateRequest) -> An
 
 async def until(condition: object, timeout: float = 2.0) -> None:
     async with asyncio.timeout(timeout):
-        while not condition():  # type: ignore[operator]
+        while not condition():  # type: ignore[operator]  # noqa: ASYNC110 (others' state)
             await asyncio.sleep(0.01)
 
 
@@ -339,7 +339,7 @@ async def test_the_loss_of_the_driver_names_its_layers_and_the_next_request_reco
 async def test_a_driver_that_accepts_and_stays_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pshard_node.gateway.driver_link._OPEN_TIMEOUT_S", 0.3)
     bench.driver.silent = True
-    with pytest.raises(StageLost, match="did not answer within 0.3 s"):
+    with pytest.raises(StageLost, match=r"did not answer within 0.3 s"):
         await collect(bench.gateway, ask())
 
 

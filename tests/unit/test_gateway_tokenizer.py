@@ -1,11 +1,11 @@
 import json
 
 import pytest
+from p2pshard_node.gateway.tokenizer import TextModel, load_text_model
 from tokenizers import Tokenizer, processors
 
 from p2pshard.errors import ModelCorrupt, UnsupportedModel
 from p2pshard.models.manifest import Manifest
-from p2pshard_node.gateway.tokenizer import TextModel, load_text_model
 from tests.fake_driver import MemoryStore, byte_tokenizer
 
 BOS = 256

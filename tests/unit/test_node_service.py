@@ -11,6 +11,8 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
+from p2pshard_node.gateway.gateway import Gateway
+from p2pshard_node.node_service import NodeService, is_local
 
 from p2pshard.errors import (
     ContextExceeded,
@@ -25,8 +27,6 @@ from p2pshard.errors import (
 from p2pshard.transport.channels import bind, make_channel, make_server
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
 from p2pshard.transport.grpc_errors import fitted, from_rpc_error
-from p2pshard_node.gateway.gateway import Gateway
-from p2pshard_node.node_service import NodeService, is_local
 from tests.fake_driver import FakeCluster, FakeDriver, MemoryStore, make_plan
 
 
@@ -119,7 +119,7 @@ async def test_a_client_that_goes_away_cancels_its_request(served: Served) -> No
     assert ps["kv"] == [{"node": "node-a", "blocks_used": 0, "blocks_total": 64}]
     call.cancel()
     async with asyncio.timeout(1):
-        while served.driver.running or served.gateway.ps():
+        while served.driver.running or served.gateway.ps():  # noqa: ASYNC110 (others' state)
             await asyncio.sleep(0.01)
 
 

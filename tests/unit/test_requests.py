@@ -3,9 +3,9 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from p2pshard_node.gateway.requests import Outcome, RequestLog, RequestTable
 
 from p2pshard.errors import Overloaded, ProtocolError
-from p2pshard_node.gateway.requests import Outcome, RequestLog, RequestTable
 
 
 def test_only_the_next_index_of_the_current_attempt_is_taken() -> None:

@@ -1,6 +1,5 @@
 from hypothesis import given
 from hypothesis import strategies as st
-
 from p2pshard_node.gateway.stop import StopMatcher
 
 

@@ -1,12 +1,13 @@
+# ruff: noqa: E501 (templates as they are published)
 import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
 
 import pytest
+from p2pshard_node.gateway.templates import TemplateRenderer, render
 
 from p2pshard.errors import InvalidRequest
-from p2pshard_node.gateway.templates import TemplateRenderer, render
 from tests.fake_driver import TEMPLATE
 
 CHAT = [{"role": "user", "content": "What is <b>2+2</b>?"}]
@@ -146,7 +147,7 @@ async def test_a_hostile_template_is_stopped_and_the_next_one_renders(
     renderer: TemplateRenderer, template: str
 ) -> None:
     started = time.monotonic()
-    with pytest.raises(InvalidRequest, match="stopped|memory|rendered"):
+    with pytest.raises(InvalidRequest, match=r"stopped|memory|rendered"):
         await renderer.render(template, CHAT, {})
     assert time.monotonic() - started < 6
     assert await renderer.render("{{ messages[0].role }}", CHAT, {}) == "user"

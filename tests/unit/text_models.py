@@ -7,11 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from p2pshard_node.gateway.tokenizer import TextModel
+from p2pshard_node.models.gguf_tokenizer import gguf_tokenizer
 
 from p2pshard.models.gguf import read_gguf
 from p2pshard.models.manifest import Manifest
-from p2pshard_node.gateway.tokenizer import TextModel
-from p2pshard_node.models.gguf_tokenizer import gguf_tokenizer
 
 
 def model_path(name: str) -> Path:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def create_app(gateway: Gateway, view: ClusterView) -> FastAPI:
-    """The app of one node. It answers as soon as the daemon runs; a model that is not ready yet is an error or a wait."""
+    """The app of one node. It answers as soon as the daemon runs; a model that loads is waited for."""
     app = FastAPI(title="p2pshard", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     started = int(time.time())
 
@@ -90,7 +90,7 @@ def create_app(gateway: Gateway, view: ClusterView) -> FastAPI:
 async def _answer(
     request: Request, gateway: Gateway, view: ClusterView, body: ChatBody | CompletionBody, form: type[Answer]
 ) -> Response:
-    """Start the request, and answer it whole or as a stream: errors before the first event keep their HTTP status."""
+    """Answer whole or as a stream; an error before the first event keeps its HTTP status."""
     message = body.to_request()
     events = gateway.generate(message)
     try:

@@ -1,8 +1,8 @@
 """The request bodies of the OpenAI API that are served, and their translation to a `GenerateRequest`.
 
-A field that is not known is refused by name, and so is one that is known but whose meaning is not implemented:
-nothing that a client asked for is dropped in silence. A field whose value says what happens anyway
-(``n: 1``, ``tools: []``, any null) is taken.
+A field that is not known is refused by name, and so is one that is known but whose meaning is not
+implemented: nothing that a client asked for is dropped in silence. A field whose value says what happens
+anyway (``n: 1``, ``tools: []``, any null) is taken.
 
 Beyond OpenAI's fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``.
 """
@@ -56,7 +56,7 @@ _IGNORED = frozenset(
         "parallel_tool_calls",
     }
 )
-"""Known fields that cannot change an answer here: labels, hints, and a setting of tools, which are refused."""
+"""Known fields that cannot change an answer here: labels, hints, a setting of tools."""
 
 
 class _Strict(BaseModel):
@@ -140,7 +140,8 @@ class ChatBody(_Common):
             raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; send one of them",
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; "
+                "send one of them",
                 field="max_tokens",
             )
         request = self._request(
@@ -199,7 +200,7 @@ def _validated(cls: type[B], body: dict[str, Any]) -> B:
 
 
 def _known(body: Any) -> dict[str, Any]:
-    """The body without nulls, ignored fields and neutral values; refuses what is known and not implemented."""
+    """The body without nulls, ignored fields and neutral values; refuses what is not implemented."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object", field="body")
     kept = {}

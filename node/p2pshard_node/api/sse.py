@@ -1,4 +1,4 @@
-"""Server-sent events: a response that streams, ends with ``[DONE]`` or an error event, and notices a client that left."""
+"""Server-sent events: a stream that ends with ``[DONE]`` or an error, and notices a client that left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """Sends each object of `chunks` as one event. An error in the middle becomes an event, never a silent end."""
+    """Sends each object of `chunks` as one event, and an error in the middle as an event too."""
 
     media_type = "text/event-stream"
 

@@ -1,6 +1,7 @@
 """Token ids to text, one token at a time, without broken characters.
 
-The text is a pure function of the ids: however they arrive, the pieces joined equal the decoding of all ids at once.
+The text is a pure function of the ids: however they arrive, the pieces joined equal the decoding of all ids
+at once.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ _MAX_HELD = 3
 _WINDOW = 16
 """Ids decoded anew at each push before the window is cut."""
 _CONTEXT = 6
-"""Ids tried as context of the next ones when it is cut: a decoder may treat the first token of a text differently."""
+"""Ids tried as context when it is cut: a decoder may treat the first token of a text differently."""
 
 
 class Detokeniser:
     """Incremental decoding over a short window of ids.
 
     An unfinished character decodes to U+FFFD at the end of the text; up to three of these are held back until
-    the next ids decide. Where a decoder rewrites text that was already given (only a byte run that is no UTF-8 does
-    that), what was given stays.
+    the next ids decide. Where a decoder rewrites text that was already given (only a byte run that is no
+    UTF-8 does that), what was given stays.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skip: Collection[int] = ()) -> None:
@@ -60,7 +61,7 @@ class Detokeniser:
         return delta
 
     def _cut(self) -> None:
-        """Keep the fewest last ids that decode on their own to the end of the text, at a border of characters."""
+        """Keep the fewest last ids that decode on their own to the end of the text."""
         for size in range(2, _CONTEXT + 1):
             text = self._decode(self._window[-size:])
             if text and not text.startswith(REPLACEMENT) and self._text.endswith(text):

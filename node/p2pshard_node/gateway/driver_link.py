@@ -13,14 +13,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from p2pshard.errors import Conflict, NodeUnreachable, P2PShardError, ProtocolError, StageLost, from_wire
+from p2pshard.errors import Conflict, P2PShardError, ProtocolError, StageLost, from_wire
 from p2pshard.planning.plan import Plan
+from p2pshard.transport.channels import EOF, raw_stream
 from p2pshard.transport.generated import generate_pb2, plan_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
 
 __all__ = ["DriverLink", "error_from_proto"]
 
-_aio: Any = grpc.aio  # type stubs of it lag behind
 METHOD = "/p2pshard.v1.Data/Driver"
 _OPEN_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class DriverLink:
         plan: Plan,
         deployment: str,
         target: str,
-        channel: Any,
+        channel: grpc.aio.Channel,
         *,
         queue: int,
         on_event: Callable[[DriverLink, generate_pb2.DriverEvent], None],
@@ -68,7 +68,8 @@ class DriverLink:
     async def open(self, gateway: str) -> None:
         """Say hello and wait until the driver accepts it.
 
-        Raises `StageLost` when the driver does not answer, `Conflict` when it serves another epoch, else the driver's error.
+        Raises `StageLost` when the driver does not answer, `Conflict` when it serves another epoch, else the
+        driver's error.
         """
         hello = generate_pb2.DriverHello(
             epoch=plan_pb2.Epoch(n=self.plan.epoch.n, proposer=self.plan.epoch.proposer),
@@ -76,15 +77,14 @@ class DriverLink:
             deployment=self.deployment,
             gateway=gateway,
         )
-        # No serializers: the stream carries bytes.
-        self._call = self._channel.stream_stream(METHOD)()
+        self._call = raw_stream(self._channel, METHOD)
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 await self._call.write(generate_pb2.DriverCommand(hello=hello).SerializeToString())
                 answer = await self._call.read()
         except TimeoutError as error:
             await self.close()
-            raise self._stage_lost(f"did not answer within {_OPEN_TIMEOUT_S:g} s") from error
+            raise self.stage_lost(f"did not answer within {_OPEN_TIMEOUT_S:g} s") from error
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             failure = await self._failure(error)
             await self.close()
@@ -92,7 +92,7 @@ class DriverLink:
         except BaseException:
             await self.close()
             raise
-        if answer is _aio.EOF:
+        if answer is EOF:
             failure = await self._failure(None)
             await self.close()
             raise failure
@@ -110,13 +110,13 @@ class DriverLink:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     def send(self, command: generate_pb2.DriverCommand) -> None:
-        """Queue a command; never waits. A full queue means that the driver no longer reads: the link is lost then."""
+        """Queue a command; never waits. When the queue is full the driver reads no more: it is lost."""
         if self.lost is not None:
             return
         try:
             self._commands.put_nowait(command.SerializeToString())
         except asyncio.QueueFull:
-            self.lose(self._stage_lost(f"reads no commands ({self._commands.maxsize} are waiting)"))
+            self.lose(self.stage_lost(f"reads no commands ({self._commands.maxsize} are waiting)"))
 
     def lose(self, error: P2PShardError) -> None:
         """Give the stream up: every request on it hears `error`."""
@@ -130,7 +130,7 @@ class DriverLink:
             self._on_lost(self, error)
 
     async def close(self) -> None:
-        """Cancel the stream and close the channel, telling nobody. The driver cancels what it still runs for us."""
+        """End the stream and close the channel, telling nobody. The driver cancels what it still runs."""
         if self.lost is None:
             self.lost = Conflict("the link to the driver was closed")
         if self._call is not None:
@@ -138,9 +138,10 @@ class DriverLink:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.close(None)
 
-    def _stage_lost(self, what: str) -> StageLost:
+    def stage_lost(self, what: str) -> StageLost:
+        """The error that names the driver's node and its layers."""
         stage = self.plan.stages[0]
         first, last = stage.layers
         return StageLost(
@@ -151,27 +152,23 @@ class DriverLink:
         )
 
     async def _failure(self, error: Exception | None) -> P2PShardError:
-        """Why the stream ended: the driver's own error where it sent one."""
-        if not isinstance(error, grpc.aio.AioRpcError):
-            code, details = await self._call.code(), await self._call.details()
-            if code is grpc.StatusCode.OK:
-                return self._stage_lost("ended its stream")
-            error = _aio.AioRpcError(
-                code, await self._call.initial_metadata(), await self._call.trailing_metadata(), details
-            )
-        ended: Any = error
-        ours = from_rpc_error(ended, self.target)
-        if isinstance(ours, NodeUnreachable) or ended.code() in (
-            grpc.StatusCode.CANCELLED,
-            grpc.StatusCode.INTERNAL,
-        ):
-            return self._stage_lost(f"is gone ({ended.details() or ended.code().name})")
-        return ours
+        """Why the stream ended: the driver's own error where it sent one, else the loss of its stage."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            ended: Any = error
+            if ended.trailing_metadata():
+                return from_rpc_error(ended, self.target)
+            return self.stage_lost(f"is gone ({ended.details() or ended.code().name})")
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return self.stage_lost("ended its stream")
+        metadata, details = await self._call.trailing_metadata(), await self._call.details()
+        make: Any = grpc.aio.AioRpcError
+        return await self._failure(make(code, await self._call.initial_metadata(), metadata, details))
 
     async def _read(self) -> None:
         failure: Exception | None = None
         try:
-            while (data := await self._call.read()) is not _aio.EOF:
+            while (data := await self._call.read()) is not EOF:
                 self._on_event(self, generate_pb2.DriverEvent.FromString(data))
         except DecodeError:
             self.lose(ProtocolError(f"the driver at {self.target} sent bytes that are no DriverEvent"))

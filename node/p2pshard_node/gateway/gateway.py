@@ -1,7 +1,7 @@
 """The gateway: takes a request at any node, carries it to the driver of its model and its tokens back.
 
-It holds each request's log until the client has all of it. Nothing a client does or leaves undone holds up another: tokens
-are taken by the stream's reading task, and a client that falls too far behind is cancelled.
+It holds each request's log until the client has all of it. Nothing a client does or leaves undone holds up
+another: tokens are taken by the stream's reading task, and a client that falls too far behind is cancelled.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from p2pshard.errors import (
     Overloaded,
     P2PShardError,
     ProtocolError,
-    StageLost,
 )
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
@@ -102,9 +102,10 @@ class Gateway:
     ) -> AsyncGenerator[generate_pb2.GenerateEvent, None]:
         """Resume record, text as it comes, finish. Closing the iterator cancels the request on every stage.
 
-        The output ends with reason ``length`` at ``max_tokens`` and also where the context is full, whichever is first.
-        Raises before the first event what is wrong with the request (`InvalidRequest`, `ContextExceeded`, `ModelNotFound`,
-        `NotReady`, `Overloaded`), and after it what ended it (`StageLost`, `Conflict`, `Internal` and so on).
+        The output ends with reason ``length`` at ``max_tokens`` and also where the context is full,
+        whichever is first. Raises before the first event what is wrong with the request (`InvalidRequest`,
+        `ContextExceeded`, `ModelNotFound`, `NotReady`, `Overloaded`), and after it what ended it
+        (`StageLost`, `Conflict`, `Internal` and so on).
         """
         if self._closed:
             raise NotReady("this node is stopping; ask another one", state="stopping", reason="shutdown")
@@ -147,7 +148,7 @@ class Gateway:
         return self._table.outcome(request_id)
 
     def ps(self) -> list[dict[str, object]]:
-        """``[{id, model, state, prompt_tokens, completion_tokens}]`` of the requests that came in at this node and run."""
+        """``[{id, model, state, prompt_tokens, completion_tokens}]`` of what came in here and runs."""
         return [r.to_json() for r in self._table if r.log.outcome is None]
 
     async def text_model(self, manifest: str) -> TextModel:
@@ -172,7 +173,8 @@ class Gateway:
         links = [t.result() for t in self._links.values() if _succeeded(t)]
         self._links.clear()
         self._texts.clear()
-        # Cancels just queued above travel by the end of the stream: a driver cancels what it runs for a gateway that is gone.
+        # Cancels just queued above travel by the end of the stream: a driver cancels what it runs for a
+        # gateway that is gone.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *(link.close() for link in links), return_exceptions=True)
@@ -193,8 +195,9 @@ class Gateway:
             raise InvalidRequest("the prompt is empty", field="prompt")
         if room < 1:
             raise ContextExceeded(
-                f"the prompt has {len(prompt_ids)} tokens and the context of {plan.model} has {plan.context}, which must "
-                "also hold the answer; shorten the prompt or deploy with a larger --context",
+                f"the prompt has {len(prompt_ids)} tokens and the context of {plan.model} has "
+                f"{plan.context}, which must also hold the answer; shorten the prompt or deploy with a "
+                f"larger --context",
                 prompt_tokens=len(prompt_ids),
                 context=plan.context,
             )
@@ -236,7 +239,13 @@ class Gateway:
     async def _ready(self, model: str) -> control_pb2.Deployment:
         deployment = self._view.find(model)
         if deployment is None:
-            others = ", ".join(sorted(d.model for d in self._view.deployments())) or "none"
+            known = self._view.deployments()
+            refused = next((d for d in known if d.model == model and d.state == "refused"), None)
+            if refused is not None:
+                raise NotReady(
+                    f"{model} was refused: {refused.reason}", state=refused.state, reason=refused.reason
+                )
+            others = ", ".join(sorted(d.model for d in known if d.state != "refused")) or "none"
             raise ModelNotFound(
                 f"model {model!r} is not deployed (deployed: {others}); type: p2pshard deploy {model}",
                 model=model,
@@ -270,7 +279,8 @@ class Gateway:
             ids = list(request.prompt_ids.ids)
             if ids and max(ids) >= text.vocab_size:
                 raise InvalidRequest(
-                    f"prompt_ids has {max(ids)}; the vocabulary of {request.model} ends at {text.vocab_size - 1}",
+                    f"prompt_ids has {max(ids)}; the vocabulary of {request.model} ends at "
+                    f"{text.vocab_size - 1}",
                     field="prompt_ids",
                 )
             return ids
@@ -278,8 +288,8 @@ class Gateway:
             return await asyncio.to_thread(text.encode, request.prompt)
         if not text.chat_template:
             raise InvalidRequest(
-                f"{request.model} has no chat template: it is no chat model, or its files lack one; send a plain prompt "
-                "(run --raw, /v1/completions)",
+                f"{request.model} has no chat template: it is no chat model, or its files lack one; send a "
+                "plain prompt (run --raw, /v1/completions)",
                 field="messages",
             )
         messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
@@ -369,41 +379,39 @@ class Gateway:
             running.link.send(generate_pb2.DriverCommand(cancel=cancel))
 
     async def _watch(self) -> None:
-        """Ends what nobody reads, streams whose node has left the cluster, and idle streams of past epochs."""
-        loop = asyncio.get_running_loop()
+        """Keep ending what has to end without anybody's message."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            for running in self._table:
-                if (
-                    running.unread_since is not None
-                    and loop.time() - running.unread_since > self._limits.unread_s
-                ):
-                    self._fail(
-                        running,
-                        Overloaded(
-                            f"the client has read nothing for {self._limits.unread_s:g} s; the request was cancelled"
-                        ),
-                    )
-                    self._table.remove(running)
-            members = {node.id for node in self._view.members()}
-            current = {(d.id, d.plan.epoch.n, d.plan.epoch.proposer) for d in self._view.deployments()}
-            for key, task in list(self._links.items()):
-                if not _succeeded(task):
-                    continue
-                link = task.result()
-                stage = link.plan.stages[0]
-                if stage.node not in members:
-                    link.lose(
-                        StageLost(
-                            f"node {stage.node} with layers {stage.layers[0]}-{stage.layers[1]} (and the driver) of "
-                            f"{link.plan.model} has left the cluster; start it again or deploy again",
-                            node=stage.node,
-                            layers=list(stage.layers),
-                        )
-                    )
-                elif key not in current and not any(r.link is link for r in self._table):
-                    del self._links[key]
-                    await link.close()
+            try:
+                self._drop_unread()
+                self._check_links()
+            except P2PShardError as error:
+                log.warning("the gateway's watch: %s", error)
+
+    def _drop_unread(self) -> None:
+        """Requests whose client has read nothing for too long."""
+        now = time.monotonic()
+        for running in self._table:
+            if running.unread_since is not None and now - running.unread_since > self._limits.unread_s:
+                error = Overloaded(
+                    f"the client has read nothing for {self._limits.unread_s:g} s; the request was cancelled"
+                )
+                self._fail(running, error)
+                self._table.remove(running)
+
+    def _check_links(self) -> None:
+        """Lose streams whose node has left the cluster (TCP may not know it yet); close idle, past ones."""
+        members = {node.id for node in self._view.members()}
+        current = {(d.id, d.plan.epoch.n, d.plan.epoch.proposer) for d in self._view.deployments()}
+        for key, task in list(self._links.items()):
+            if not _succeeded(task):
+                continue
+            link = task.result()
+            if link.plan.stages[0].node not in members:
+                link.lose(link.stage_lost("has left the cluster"))
+            elif key not in current and not any(r.link is link for r in self._table):
+                del self._links[key]
+                self._spawn(link.close())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

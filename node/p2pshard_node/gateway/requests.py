@@ -26,8 +26,9 @@ class Outcome:
 class RequestLog:
     """Output ids of one request, in order, each taken once.
 
-    A token is *given* when it stands here. Only the current attempt, at the index that equals the log's length, is
-    taken; once ended nothing is, and the first reason stays, so a cancel that was recorded is never undone.
+    A token is *given* when it stands here. Only the current attempt, at the index that equals the log's
+    length, is taken; once ended nothing is, and the first reason stays, so a cancel that was recorded is
+    never undone.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -39,8 +40,8 @@ class RequestLog:
     def append(self, attempt: int, index: int, ids: Sequence[int]) -> int:
         """Take the ids that continue the log; how many were taken.
 
-        0 for another attempt, for tokens that stand here already and after the end. Raises `ProtocolError` when the
-        current attempt skips an index: tokens were lost on the way.
+        0 for another attempt, for tokens that stand here already and after the end. Raises `ProtocolError`
+        when the current attempt skips an index: tokens were lost on the way.
         """
         if attempt != self.attempt or self.outcome is not None or index < len(self.ids):
             return 0
@@ -92,7 +93,8 @@ class RequestTable(Generic[R]):
         """Raises `Overloaded` at the limit."""
         if len(self._running) >= self._limit:
             raise Overloaded(
-                f"this node already carries {self._limit} requests; send it to another node or try again shortly",
+                f"this node already carries {self._limit} requests; send it to another node or try again "
+                "shortly",
                 retry_after_s=1,
             )
         self._running[request.id] = request

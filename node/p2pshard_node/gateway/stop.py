@@ -10,8 +10,8 @@ __all__ = ["StopMatcher"]
 class StopMatcher:
     """Pushes text in, gives back what no stop string can still claim.
 
-    The text ends before the stop string that *completes* first (of two that complete together, the longer), so the
-    result depends on the text alone and not on how it was cut into pieces.
+    The text ends before the stop string that *completes* first (of two that complete together, the longer),
+    so the result depends on the text alone and not on how it was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

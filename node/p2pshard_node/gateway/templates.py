@@ -1,9 +1,10 @@
 """Chat templates: rendered as transformers does, in a child process that can be stopped.
 
-A template comes with a model, and a model from anywhere. Jinja's sandbox keeps it from Python's objects but not
-from looping for ever or doubling a string forty times, and a thread cannot be stopped. So one small child process (this file
-run as a module; standard library and jinja2, about 20 MB) renders: it is killed when a render exceeds its time, where the
-system can its memory is capped, and its answer is read only up to a limit. It ends when its standard input closes.
+A template comes with a model, and a model from anywhere. Jinja's sandbox keeps it from Python's objects but
+not from looping for ever or doubling a string forty times, and a thread cannot be stopped. So one small
+child process (this file run as a module; standard library and jinja2, about 20 MB) renders: it is killed
+when a render exceeds its time, where the system can its memory is capped, and its answer is read only up to
+a limit. It ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class TemplateRenderer:
     """Renders untrusted templates in its child process, one at a time, each within `limit_s` seconds."""
 
     def __init__(self, limit_s: float = 5.0) -> None:
-        """The limit covers starting the child (about 0.2 s), which happens at the first render and after a kill."""
+        """The limit covers starting the child, about 0.2 s, where the render has to."""
         self._limit_s = limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="templates")
@@ -205,8 +206,8 @@ class TemplateRenderer:
             code = process.wait(5) if process.poll() is None else process.returncode
             self._stop()
             raise InvalidRequest(
-                f"the model's chat template was stopped: more than {self._limit_s:g} s or too much memory (exit {code}); "
-                "send a plain prompt instead (run --raw, /v1/completions)",
+                f"the model's chat template was stopped: more than {self._limit_s:g} s or too much memory "
+                f"(exit {code}); send a plain prompt instead (run --raw, /v1/completions)",
                 field="messages",
             )
         if "error" in reply:

@@ -54,9 +54,9 @@ class TextModel:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
-        # A tokenizer.json may add the BOS itself (its post-processor), and the model's settings have the last word:
-        # as transformers does, we add one that is wanted and missing (also before a text that spells it out), and leave
-        # the post-processor out where it would add one that is not wanted.
+        # A tokenizer.json may add the BOS itself (its post-processor), and the model's settings have the
+        # last word: as transformers does, we add one that is wanted and missing (also before a text that
+        # spells it out), and leave the post-processor out where it would add one that is not wanted.
         bos, wanted = tokens.get("bos_id"), bool(tokens.get("add_bos"))
         adds = bos is not None and self._tokenizer.encode("", add_special_tokens=True).ids[:1] == [int(bos)]
         self._bos: tuple[int, ...] = (int(bos),) if wanted and bos is not None and not adds else ()
@@ -78,7 +78,7 @@ class TextModel:
         return Detokeniser(self.decode, self.special_ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that one token stands for within a text (for logprobs); empty for an id without a token."""
+        """The bytes that one token stands for within a text; empty for an id without a token."""
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -102,7 +102,8 @@ def load_text_model(store: TextStore, digest: str) -> TextModel | None:
         return None
     if not manifest.tokenizer:
         raise UnsupportedModel(
-            f"model {digest[:12]} has no tokenizer.json; convert its tokenizer (transformers: save_pretrained) and deploy again"
+            f"model {digest[:12]} has no tokenizer.json; convert its tokenizer (transformers: "
+            "save_pretrained) and deploy again"
         )
     if not store.holds(manifest.tokenizer):
         return None

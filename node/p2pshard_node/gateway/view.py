@@ -26,14 +26,18 @@ class DeploymentView(Protocol):
     async def wait_ready(self, deployment_id: str, timeout_s: float) -> Deployment:
         """Return the deployment once its state is ``ready``.
 
-        Raises `NotReady` after ``timeout_s`` seconds, or at once when the state became ``refused`` or ``removed``.
+        Raises `NotReady` after ``timeout_s`` seconds, or at once when the state became ``refused`` or
+        ``removed``.
         """
 
     def driver_target(self, deployment: Deployment) -> str:
-        """``host:port`` of the data plane of the worker that holds the first stage, as reachable from here."""
+        """``host:port`` of the first stage's worker, as it is reached from here.
+
+        Raises `NotReady` or `NodeUnreachable`.
+        """
 
     async def ensure_text(self, manifest: str) -> None:
-        """When it returns, the local store holds this manifest and its tokenizer (fetched from a member if need be).
+        """Have this manifest and its tokenizer in the local store, fetched from a member if need be.
 
         Raises `NodeUnreachable` or `ModelCorrupt`.
         """
@@ -46,10 +50,10 @@ class ClusterView(DeploymentView, Protocol):
         """Peers that were seen and are not members: ``{address, reason}``."""
 
     async def plan(self, model_ref: str, settings_json: str, local_client: bool) -> dict[str, Any]:
-        """``{fits, plan, shortfall_bytes, suggestions, terms}``; loads nothing. A path is allowed to a local client only."""
+        """``{fits, plan, shortfall_bytes, suggestions, terms}``; loads nothing. Paths: local clients only."""
 
     def deploy(self, model_ref: str, settings_json: str, local_client: bool) -> AsyncIterator[dict[str, Any]]:
-        """Ask for a deployment and yield its progress until it is ready; raises the reason when it is refused."""
+        """Ask for a deployment and yield its progress until it is ready; raises why it is refused."""
 
     async def undeploy(self, model: str) -> None:
         """Raises `ModelNotFound`."""
