@@ -118,7 +118,7 @@ def _memberships(root: Path) -> Iterator[tuple[Path, str, int]]:
 
 
 def _below(group: str, top: str) -> str:
-    """Our group as seen from a mount that shows the hierarchy from ``top`` on (a container sees a part of it).
+    """Our group as seen from a mount that shows the hierarchy from ``top`` on, as a container's does.
 
     A group outside of what is mounted cannot be seen: the top of the mount stands for it.
     """

@@ -65,8 +65,6 @@ class ModelProfile:
     embedding_bytes: int = 0
     head_bytes: int = 0
     """Output projection and final norm, as they are on a stage without the embedding."""
-    layer_padding_bytes: tuple[int, ...] = ()
-    """What each layer takes beyond its weights, because kernels pad them; counted as workspace. Empty: nothing."""
     shared_saving_bytes: int = 0
     """What a stage with both embedding and head saves, because they are one tensor there."""
     common_bytes: int = 0
@@ -86,6 +84,8 @@ class ModelProfile:
     """Bytes of a value in activations."""
     runtime_bytes: int = 0
     """A worker's fixed buffers beyond its idle base: load temporaries, frames, allocator slack."""
+    layer_padding_bytes: tuple[int, ...] = ()
+    """What kernels take beyond each layer's weights because they pad; counted as workspace. Empty: none."""
 
     @property
     def layers(self) -> int:

@@ -375,7 +375,7 @@ def test_pins_never_break_a_plan(nodes: list[NodeBudget], model: ModelProfile, d
 def test_thirty_two_nodes_and_128_layers_in_a_second(budget: float) -> None:
     nodes = [node(i, (budget + i % 5 / 4) * GB, base=GB // 3) for i in range(32)]
     model = flat(128, GB, kv=(4096,) * 128, embedding_bytes=GB // 2, head_bytes=GB // 2, max_context=131072)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         found = plan(nodes, model, context=None)
     except DoesNotFit as error:
@@ -384,4 +384,4 @@ def test_thirty_two_nodes_and_128_layers_in_a_second(budget: float) -> None:
     else:
         assert budget >= 5
         assert_sound(found, nodes, model, mesh(nodes))
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
