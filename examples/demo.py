@@ -15,7 +15,7 @@ from local_nodes import LocalNodes
 from rich.console import Console
 
 from p2pshard import Client, PlanResult
-from p2pshard.cli.output import plan_table, terms_table
+from p2pshard.cli.output import plan_table
 from p2pshard.errors import DoesNotFit, P2PShardError
 from p2pshard.units import format_bytes
 
@@ -60,15 +60,14 @@ def _show(console: Console, nodes: LocalNodes) -> int:
     )
     for name in ("anna", "bert", "cleo"):
         nodes.start(name, "--memory", str(budget))
-    console.print(f"   they found each other by zeroconf in {nodes.wait_for_members():.1f} s")
+    console.print(f"   they found each other by zeroconf in {nodes.wait_for_members():.1f} s, start included")
+    nodes.wait_until_measured()
     with nodes.client() as client:
         console.print("[bold]4. One of them alone cannot hold the model[/]")
         alone = client.plan(MODEL, context=CONTEXT, nodes=1)
         if alone.fits:
             raise RuntimeError("the plan for one node fits, which the budget should not allow")
-        console.print(terms_table(alone.terms))
-        console.print(f"   short by {format_bytes(alone.shortfall_bytes)}")
-
+        console.print(f"   {alone.reason} (short by {alone.shortfall_bytes:,} bytes)", markup=False)
         console.print("[bold]5. Together they do[/]")
         begin = time.monotonic()
         deployment = client.deploy(MODEL, context=CONTEXT, nodes=3)
@@ -95,6 +94,7 @@ def _budget(console: Console) -> int:
     with LocalNodes() as nodes:
         nodes.start("whole")
         nodes.wait_for_members()
+        nodes.wait_until_measured()
         with nodes.client() as client:
             whole = _plan_of_one(client)
     assert whole.plan is not None

@@ -129,6 +129,21 @@ class LocalNodes:
             time.sleep(0.1)
         return time.monotonic() - begin
 
+    def wait_until_measured(self, timeout_s: float = 90.0) -> None:
+        """Wait until every node has told what memory it offers; each starts a worker once to measure.
+
+        Raises:
+            RuntimeError: not in time; with the end of a log.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.client() as client:
+            while not all(n.memory_budget for n in client.status().nodes):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"not every node is measured in {timeout_s:g} s:\n{self.nodes[0].tail()}"
+                    )
+                time.sleep(0.1)
+
     def _note(self) -> None:
         """Remember every process and listening port that is ours, to check afterwards that it is gone."""
         for node in self.nodes:

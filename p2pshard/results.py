@@ -397,7 +397,7 @@ class ModelEntry:
     name: str
     size_bytes: int
     nodes: tuple[str, ...]
-    """Names of the nodes that have it."""
+    """Ids or names of the nodes that have it."""
     path: str = ""
     """On the node that was asked; empty when it lies elsewhere."""
 

@@ -21,6 +21,7 @@ def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
     """List models on the nodes, and those known by name."""
     with Client(nodes_at) as client:
         models = client.models()
+        names = {} if as_json else {n.id: n.name for n in client.status().nodes}
     if as_json:
         held: list[dict[str, Any]] = [
             {"name": m.name, "size_bytes": m.size_bytes, "nodes": list(m.nodes), "path": m.path or None}
@@ -32,5 +33,5 @@ def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
         ]
         print_json({"models": held, "catalogue": known})
         return
-    console.print(models_table(models) if models else "no models on the nodes")
+    console.print(models_table(models, names) if models else "no models on the nodes")
     console.print(catalogue_table(CATALOGUE.values(), {m.name for m in models}))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -41,28 +42,37 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """Narrow, so that a plan fits 80 columns; ``right``: columns of numbers, which never wrap."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+    )
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        number = column in right
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table
 
 
 def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
     """Which node holds which layers, with planned bytes per term. ``names``: node id to name."""
-    sizes = ("weights", "KV", "workspace", "base", "total", "budget")
+    sizes = ("weights", "KV", "work", "base", "total", "budget")
     table = _table(
         f"{plan.model}: {plan.layers} layers in {len(plan.stages)} stage{'s'[: len(plan.stages) > 1]}, "
         f"{plan.dtype}, context {plan.context:,}, {plan.numerics}",
-        "stage",
+        "#",
         "node",
         "device",
         "layers",
         *sizes,
-        right=("stage", *sizes),
+        right=("#", *sizes),
     )
     for index, stage in enumerate(plan.stages):
-        extras = [word for word, has in (("embedding", stage.embedding), ("head", stage.head)) if has]
-        layers = f"{stage.layers[0]}-{stage.layers[1]}" + "".join(f" + {e}" for e in extras)
+        layers = f"{stage.layers[0]}-{stage.layers[1]}"
+        layers += " +embedding" * stage.embedding + " +head" * stage.head
         for rank in stage.ranks:
             table.add_row(
                 str(index),
@@ -188,10 +198,10 @@ def deployments_table(deployments: Sequence[Deployment], names: Mapping[str, str
     return table
 
 
-def models_table(models: Sequence[ModelEntry]) -> Table:
+def models_table(models: Sequence[ModelEntry], names: Mapping[str, str]) -> Table:
     table = _table("Models on the nodes", "name", "size", "nodes", "path", right=("size",))
     for m in models:
-        table.add_row(m.name, format_bytes(m.size_bytes), ", ".join(m.nodes), m.path)
+        table.add_row(m.name, format_bytes(m.size_bytes), ", ".join(names.get(n, n) for n in m.nodes), m.path)
     return table
 
 

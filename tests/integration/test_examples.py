@@ -27,6 +27,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNodes]:
     ) as nodes:
         nodes.start("one")
         nodes.wait_for_members()
+        nodes.wait_until_measured()
         yield nodes
     assert nodes.left_behind() == []
 
