@@ -89,7 +89,7 @@ class Daemon:
             budget=lambda: self.devices.available(),
             on_event=lambda key, event: self.cluster.member.worker_event(key, event),
         )
-        self.devices = Devices(config.memory, self.supervisor)
+        self.devices = Devices(config.memory, config.device, self.supervisor)
         self.cluster = Cluster(
             self.identity,
             me=self.info,

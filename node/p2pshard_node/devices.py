@@ -11,7 +11,7 @@ import psutil
 from p2pshard.errors import P2PShardError
 from p2pshard.transport.generated import control_pb2 as pb
 
-from .probe import free_memory
+from .probe import probe_memory
 from .supervisor import Supervisor
 
 __all__ = ["Devices"]
@@ -25,44 +25,48 @@ _log = logging.getLogger("p2pshard.devices")
 
 
 class Devices:
-    """The profiles of one node's devices. ``memory``: the hard budget of all workers; None: what is free."""
+    """The device of one node and what it may use. ``memory``: the hard budget of all workers; None: what is free.
 
-    def __init__(self, memory: int | None, supervisor: Supervisor) -> None:
+    ``device`` ``auto`` is the CPU, which runs every dtype; another one is used when it is asked for by name.
+    """
+
+    def __init__(self, memory: int | None, device: str, supervisor: Supervisor) -> None:
         self._memory, self._supervisor = memory, supervisor
-        self._probed: list[dict[str, Any]] = []
-        self._free = 0
-        self._held = 0
-        self._measure()
+        self._wanted = "cpu" if device == "auto" else device
+        self._device: dict[str, Any] | None = None
+        self._host = probe_memory(memory)
 
     def _measure(self) -> None:
-        self._free = free_memory()
-        self._held = sum(_resident(w.pid) for w in self._supervisor.workers())
+        held = sum(_resident(w.pid) for w in self._supervisor.workers())
+        self._host = probe_memory(self._memory, held_bytes=held)
 
     def available(self) -> int:
-        """Bytes that all workers may use together: free now or held by them already, at most the budget."""
-        measured = self._free + self._held
-        return measured if self._memory is None else min(self._memory, measured)
+        """Bytes that all workers may use together now: free or held by them already, at most the budget."""
+        if self._device is None or self._wanted == "cpu":
+            return self._host.budget_bytes
+        free = int(self._device.get("free_bytes", 0))
+        return free if self._memory is None else min(self._memory, free)
 
     def profiles(self) -> list[pb.DeviceProfile]:
         """As gossiped; empty until a worker has told what it needs itself."""
-        base = self._supervisor.base_bytes
-        if not base or not self._probed:
+        base, d = self._supervisor.base_bytes, self._device
+        if not base or d is None:
             return []
-        measured = int((self._free + self._held) * HEADROOM)
-        budget = measured if self._memory is None else min(self._memory, measured)
+        cpu = self._wanted == "cpu"
+        available = self.available()
+        given = self._memory is not None and available == self._memory
         return [
             pb.DeviceProfile(
-                device=str(d.get("device", "cpu")),
+                device=self._wanted,
                 name=str(d.get("name", "")),
-                total_bytes=int(d.get("total_bytes", 0)),
-                free_bytes=self._free,
-                budget_bytes=budget,
+                total_bytes=self._host.total_bytes if cpu else int(d.get("total_bytes", 0)),
+                free_bytes=self._host.free_bytes if cpu else int(d.get("free_bytes", 0)),
+                budget_bytes=available if given else int(available * HEADROOM),
                 base_bytes=base,
                 matmul_gflops=float(d.get("matmul_gflops", 0.0)),
                 bandwidth_gbps=float(d.get("bandwidth_gbps", 0.0)),
                 dtypes=[str(t) for t in d.get("dtypes", [])],
             )
-            for d in self._probed
         ]
 
     def counts(self) -> list[pb.WorkerCounts]:
@@ -83,9 +87,14 @@ class Devices:
 
     async def run(self) -> None:
         """Probe until it succeeds, then measure memory for ever."""
-        while not self._probed:
+        while self._device is None:
             try:
-                self._probed = (await self._supervisor.probe())["devices"]
+                devices = (await self._supervisor.probe())["devices"]
+                self._device = next((d for d in devices if d.get("device") == self._wanted), None)
+                if self._device is None:
+                    names = ", ".join(str(d.get("device")) for d in devices) or "none"
+                    _log.error("no device %s on this node; there are: %s. Give another --device", self._wanted, names)
+                    return
             except (P2PShardError, OSError) as error:
                 _log.error("probe failed; trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
