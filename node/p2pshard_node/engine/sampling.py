@@ -1,10 +1,10 @@
 """From logits to one token. The same logits, settings and history give the same token, wherever and whenever.
 
-The order of the steps: penalties, temperature, top-k, top-p (over what top-k left), min-p (against the most likely
-token), then a draw by inverse CDF over what is left, in id order. Ties always go to the lowest id. Probabilities
-are float64. The random number is a hash of (seed, choice, output index): it depends on nothing that happened
-before, so a request goes on with the same tokens after any failover. Top-p: arXiv:1904.09751; min-p:
-arXiv:2407.01082.
+The order of the steps: penalties, temperature, top-k, top-p (over what top-k left), min-p (against the most
+likely token), then a draw by inverse CDF over what is left, in id order. Ties always go to the lowest id.
+Probabilities are float64. The random number is a hash of (seed, choice, output index): it depends on nothing
+that happened before, so a request goes on with the same tokens after any failover. Top-p: arXiv:1904.09751;
+min-p: arXiv:2407.01082.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Sampled:
 
 
 def uniform(seed: int, index: int, choice: int = 0) -> float:
-    """The random number of one token, in [0, 1): the first 53 bits of blake2b-64 over three little-endian uint64.
+    """The random number of one token, in [0, 1): the top 53 bits of a blake2b hash of 64.
+
+    Hashed are seed, choice and index as little-endian uint64, personalised ``p2pshard-sample``.
 
     Args:
         seed: the request's.
@@ -119,7 +121,7 @@ def _penalised(
 
 def _ids(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
     array = np.asarray(ids, dtype=np.int64)
-    if array.size and not (0 <= int(array.min()) and int(array.max()) < size):
+    if array.size and not (int(array.min()) >= 0 and int(array.max()) < size):
         raise InvalidRequest(
             f"a token id from {array.min()} to {array.max()} is outside the vocabulary of {size}"
         )
@@ -134,7 +136,7 @@ def _draw(logits_V: np.ndarray, params: SamplingParams, number: float) -> int:
     np.exp(
         weights_V, out=weights_V
     )  # relative to the best token's 1; a tiny temperature gives zeros, never NaN
-    if 0 < params.top_k < len(weights_V):
+    if params.top_k and params.top_k < len(weights_V):
         kept = np.sort(_best(weights_V, params.top_k))
     else:
         kept = np.arange(len(weights_V))
@@ -152,7 +154,7 @@ def _draw(logits_V: np.ndarray, params: SamplingParams, number: float) -> int:
 
 
 def _best(values_V: np.ndarray, count: int) -> np.ndarray:
-    """Ids of the ``count`` largest, largest first, ties by lowest id; exactly as a stable full sort would give."""
+    """Ids of the ``count`` largest, largest first, ties by lowest id: as a stable full sort gives them."""
     size = len(values_V)
     count = min(count, size)
     if count < size:

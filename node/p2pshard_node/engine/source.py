@@ -69,7 +69,7 @@ class TensorSource:
                     raise ModelCorrupt(f"{path}: changed after it was hashed; deploy the model again")
             if offset + nbytes > sizes[path]:
                 raise ModelCorrupt(
-                    f"{path}: truncated: tensor {name!r} ends at {offset + nbytes} of {sizes[path]}"
+                    f"{path}: truncated: {name!r} ends at {offset + nbytes} of {sizes[path]}"
                 )
 
     @property
@@ -89,7 +89,7 @@ class TensorSource:
         return self.read_range(name, 0, entry.nbytes), entry
 
     def read_range(self, name: str, start: int, nbytes: int) -> memoryview:
-        """Some bytes of a tensor, in a writable buffer of their own. Raises `ModelCorrupt` at a short read."""
+        """Some bytes of a tensor, in a buffer of their own. Raises `ModelCorrupt` at a short read."""
         entry = self.entry(name)
         if start < 0 or nbytes < 0 or start + nbytes > entry.nbytes:
             raise ModelCorrupt(
@@ -119,7 +119,7 @@ class TensorSource:
                     raise ModelCorrupt(f"{path}: cannot be opened: {error.strerror or error}") from error
             if not hasattr(os, "preadv"):  # Windows: a seek and a read, under the lock
                 file.seek(offset)
-                return file.readinto(buffer) or 0  # type: ignore[attr-defined, no-any-return]
+                return file.readinto(buffer) or 0  # type: ignore[attr-defined]
         return os.preadv(file.fileno(), [buffer], offset)
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ def _folder_tokens(model: HfModel, config: Mapping[str, Any], tokenizer_json: by
         found = tokenizer.token_to_id(token) if tokenizer is not None and token is not None else None
         return [found] if found is not None else _ids(config.get(key)) + _ids(generation.get(key))
 
-    bos = (numbered(spelled("bos_token"), "bos_token_id") or [None])[0]
+    bos = next(iter(numbered(spelled("bos_token"), "bos_token_id")), None)
     ends = numbered(spelled("eos_token"), "eos_token_id")
     ends += _ids(generation.get("eos_token_id")) + _ids(config.get("eos_token_id"))
     add_bos = settings.get("add_bos_token")

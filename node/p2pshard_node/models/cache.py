@@ -27,14 +27,14 @@ _log = logging.getLogger("p2pshard.models")
 
 
 def check_sha256(value: str) -> str:
-    """``value``, once it is known to be 64 lower-case hex digits: it becomes a file name. Raises `ProtocolError`."""
+    """``value``, known to be 64 hex digits, so that it may be a file name. Raises `ProtocolError`."""
     if not _SHA256.fullmatch(value):
         raise ProtocolError(f"{value[:80]!r} is not a sha256 in hex")
     return value
 
 
 class BlobWriter:
-    """One blob on its way in. What was written stays for a later writer to go on from, until it is verified."""
+    """One blob on its way in. What was written stays: a later writer goes on from there."""
 
     def __init__(self, cache: TensorCache, sha256: str, nbytes: int) -> None:
         self._cache, self._sha256, self._nbytes = cache, sha256, nbytes
@@ -68,14 +68,14 @@ class BlobWriter:
     def finish(self) -> None:
         """Verify and make available.
 
-        Raises `ModelCorrupt`: with bytes missing (they may still follow), or with a wrong hash (all is forgotten).
+        Raises `ModelCorrupt`: bytes are missing (they may yet follow), or the hash is wrong (all is deleted).
         """
         if self.offset != self._nbytes:
             raise ModelCorrupt(f"blob {self._sha256[:12]}: {self.offset} of {self._nbytes} bytes arrived")
         if self._hash.hexdigest() != self._sha256:
             self._discard()
             raise ModelCorrupt(
-                f"blob {self._sha256[:12]}: its {self._nbytes} bytes have the hash {self._hash.hexdigest()[:12]}; "
+                f"blob {self._sha256[:12]}: {self._nbytes} bytes of hash {self._hash.hexdigest()[:12]}; "
                 "deleted, they must be fetched again"
             )
         os.fsync(self._file.fileno())

@@ -1,8 +1,8 @@
 """GGUF tokenizer metadata → tokenizer.json, with the ``tokenizers`` library alone.
 
 Byte-level BPE (``gpt2``) splits text as ``tokenizer.ggml.pre`` says; an unknown name is refused, since a
-wrong split gives wrong tokens without any error. SentencePiece BPE (``llama``) has no merges in the file: they
-are recovered from the vocabulary's scores, or from its order for Gemma, whose scores say nothing.
+wrong split gives wrong tokens without any error. SentencePiece BPE (``llama``) has no merges in the file;
+they are recovered from the vocabulary's scores, or from its order for Gemma, whose scores say nothing.
 
 Where llama.cpp and a model's own tokenizer differ, the latter is followed: Qwen's text is normalised (NFC),
 SmolLM's digits are those of Unicode, so that fractions and superscripts stand alone too.
@@ -115,8 +115,8 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str, where: str) -> T
         t if known.issuperset(t) else "".join(spelling[b] for b in t.encode()): index
         for index, t in enumerate(tokens)
     }
-    pairs = [tuple(m.split(" ", 1)) for m in merges]
-    if any(len(p) != 2 for p in pairs):
+    pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges)]
+    if not all(left and right for left, right in pairs):
         raise ModelCorrupt(f"{where}: tokenizer.ggml.merges has an entry that is not two tokens")
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=pairs, fuse_unk=False, ignore_merges=pre in _WHOLE_WORDS))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)

@@ -260,7 +260,7 @@ class ModelStore:
                 write_private(self._paths_file, json.dumps([str(p) for p in [*kept, path]]).encode())
 
     def names(self) -> list[dict[str, Any]]:
-        """Models that this node can resolve: ``{name, size_bytes, digest|None, path}``; None: not hashed yet."""
+        """What this node can resolve: ``{name, size_bytes, digest|None, path}``; None: not hashed yet."""
         rows = []
         for path in self._candidates():
             try:
@@ -365,7 +365,7 @@ class ModelStore:
         return blob
 
     def read(self, sha256: str, offset: int = 0) -> Iterator[bytes]:
-        """Content from ``offset`` on, in pieces of 256 KiB. Errors as `locate`; `ModelCorrupt` when it changes."""
+        """Content from ``offset`` on, in pieces of 256 KiB. Raises as `locate`, also while it is read."""
         blob = self.locate(sha256)
         if not 0 <= offset <= blob.nbytes:
             raise InvalidRequest(f"offset {offset} of content with {blob.nbytes} bytes", field="offset")
