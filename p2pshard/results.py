@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -297,13 +297,19 @@ class NotJoined:
     """Why, and what to do about it."""
 
 
-class _AsSent:
-    """``answer["key"]``: the JSON as the node sent it, also fields that this build does not know."""
+class _AsSent(Mapping[str, Any]):
+    """A mapping too: ``answer["key"]`` is the JSON as the node sent it, also what this build does not know."""
 
     json: dict[str, Any]
 
     def __getitem__(self, key: str) -> Any:
         return self.json[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.json)
+
+    def __len__(self) -> int:
+        return len(self.json)
 
 
 @dataclass(frozen=True)
