@@ -298,7 +298,7 @@ class NotJoined:
 
 
 class _AsSent(Mapping[str, Any]):
-    """A mapping too: ``answer["key"]`` is the JSON as the node sent it, also what this build does not know."""
+    """A mapping too: ``answer["key"]`` is as the node sent it, also what this build does not know."""
 
     json: dict[str, Any]
 
