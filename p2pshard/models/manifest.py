@@ -69,7 +69,7 @@ class Manifest:
             value: Mapping[str, Any] = json.loads(data)
             tensors = tuple(TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in value["tensors"])
             return cls(**{**value, "tensors": tensors})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ModelCorrupt(f"not a model manifest: {error!r}") from error
 
     @property

@@ -261,7 +261,7 @@ def _receive(client: httpx.Client, url: str, path: Path, report: Callable[[float
             have = 0
         length = int(reply.headers.get("content-length", "0")) + have
         with open(path, "ab" if have else "wb") as file:
-            for chunk in reply.iter_bytes(_CHUNK):
+            for chunk in reply.iter_raw():  # as it comes: what has arrived is on the disk if the line breaks
                 file.write(chunk)
                 have += len(chunk)
                 report(min(1.0, have / length) if length else 0.0)

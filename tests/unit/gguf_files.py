@@ -8,7 +8,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-
 from p2pshard_node.models.gguf_tokenizer import _alphabet
 
 
@@ -61,7 +60,9 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
         else:
-            writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(array, np.float32), kind), raw_dtype=kind)
+            writer.add_tensor(
+                name, gguf.quants.quantize(np.ascontiguousarray(array, np.float32), kind), raw_dtype=kind
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -104,4 +105,8 @@ def tiny_llama_tensors(seed: int = 0, vocab: int = 262) -> dict[str, np.ndarray]
 
 def rotate_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp does to queries and keys of Llama's relatives (``LlamaModel.permute``)."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )

@@ -16,15 +16,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from p2pshard_node.engine.gguf_weights import Weights, open_weights
+from p2pshard_node.engine.source import TensorSource
+from p2pshard_node.models.gguf_config import gguf_config
+from p2pshard_node.models.store import ModelStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from p2pshard.errors import InvalidRequest, ModelCorrupt, UnsupportedModel
 from p2pshard.models.dtypes import READABLE_GGUF
 from p2pshard.models.gguf import read_gguf
-from p2pshard_node.engine.gguf_weights import Weights, open_weights
-from p2pshard_node.engine.source import TensorSource
-from p2pshard_node.models.gguf_config import gguf_config
-from p2pshard_node.models.store import ModelStore
 from tests.unit.gguf_files import TINY_LLAMA, add_tokenizer, rotate_rows, tiny_llama_tensors, write_gguf
 
 SIZES = {
@@ -111,7 +111,10 @@ CASES: dict[str, Case] = {  # GGUF architecture, model_type, configuration, keys
     "llama, biases, linear rope": (
         "llama",
         "llama",
-        {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
         {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
     ),
     "mistral": (
@@ -261,13 +264,19 @@ def convert(state: dict[str, torch.Tensor], case: Case, config: Any) -> dict[str
             _, _, layer, rest = name.split(".", 3)
             block = f"blk.{layer}"
             if rest == "mlp.experts.gate_up_proj":
-                out[f"{block}.ffn_gate_exps.weight"], out[f"{block}.ffn_up_exps.weight"] = np.split(array, 2, axis=1)
+                out[f"{block}.ffn_gate_exps.weight"], out[f"{block}.ffn_up_exps.weight"] = np.split(
+                    array, 2, axis=1
+                )
             elif rest == "mlp.experts.down_proj":
                 out[f"{block}.ffn_down_exps.weight"] = array
             else:
                 module, _, suffix = rest.rpartition(".")
                 if architecture in ("llama", "smollm3", "granite") and module.endswith(("q_proj", "k_proj")):
-                    heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
+                    heads = (
+                        config.num_attention_heads
+                        if module.endswith("q_proj")
+                        else config.num_key_value_heads
+                    )
                     array = rotate_rows(array, heads)
                 out[f"{block}.{names[module]}.{suffix}"] = array
     rope = config.rope_parameters
@@ -296,7 +305,9 @@ def test_same_logits_after_the_round_trip(tmp_path: Path, name: str) -> None:
     config = AutoConfig.for_model(kind, **{**SIZES, **changes})
     original = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in original.parameters():  # norms, too, and large enough that every part shows in the logits
+        for (
+            parameter
+        ) in original.parameters():  # norms, too, and large enough that every part shows in the logits
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.5))
     state = original.state_dict()
     path = write_gguf(
@@ -332,7 +343,9 @@ def test_every_quantisation_is_dequantised_as_ggml_does(tmp_path: Path, kind: st
     rows, width = 40, 256
     raw = random.integers(0, 256, (rows, width // storage.block * storage.nbytes), dtype=np.uint8)
     if kind in ("F32", "F16", "BF16"):
-        raw = gguf.quants.quantize(random.normal(size=(rows, width)).astype(np.float32), number).view(np.uint8)
+        raw = gguf.quants.quantize(random.normal(size=(rows, width)).astype(np.float32), number).view(
+            np.uint8
+        )
     expected = gguf.quants.dequantize(raw.reshape(rows, -1), number).reshape(rows, width)
 
     tensors = tiny_llama_tensors() | {"blk.0.ffn_down.weight": np.zeros((1, 1), np.float32)}
@@ -410,16 +423,22 @@ def _config(tmp_path: Path, architecture: str = "llama", **changes: Any) -> dict
         (lambda p: _config(p, **{"rope.scaling.type": "spiral", "rope.scaling.factor": 2.0}), "'spiral'"),
         (lambda p: _config(p, **{"attention.head_count_kv": [2, 1]}), "differs between layers"),
         (
-            lambda p: _config(p, tensors=tiny_llama_tensors() | {"rope_freqs.weight": np.full(8, 3, np.float32)}),
+            lambda p: _config(
+                p, tensors=tiny_llama_tensors() | {"rope_freqs.weight": np.full(8, 3, np.float32)}
+            ),
             "rope_freqs",
         ),
         (
-            lambda p: _config(p, tensors=tiny_llama_tensors() | {"blk.0.attn_q.bias": np.zeros(64, np.float32)}),
+            lambda p: _config(
+                p, tensors=tiny_llama_tensors() | {"blk.0.attn_q.bias": np.zeros(64, np.float32)}
+            ),
             "biases on attn_q",
         ),
     ],
 )
-def test_what_we_do_not_honour_is_refused_by_name(tmp_path: Path, build: Callable[[Path], Any], words: str) -> None:
+def test_what_we_do_not_honour_is_refused_by_name(
+    tmp_path: Path, build: Callable[[Path], Any], words: str
+) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         build(tmp_path)
 
@@ -449,6 +468,15 @@ def test_real_files_load_as_transformers_loads_them(tmp_path: Path, name: str) -
     for n in weights.names():
         assert torch.equal(weights.load(n, torch.float32), state[n]), n
     ours, other = AutoConfig.for_model(**manifest.config).to_dict(), theirs.config.to_dict()
-    ignored = {"eos_token_id", "bos_token_id", "pad_token_id", "unk_token_id", "_name_or_path", "_model_name_or_path"}
+    ignored = {
+        "eos_token_id",
+        "bos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "_name_or_path",
+        "_model_name_or_path",
+    }
     ignored |= {"dtype", "architectures", "transformers_version"}
-    assert {k: v for k, v in ours.items() if k not in ignored} == {k: v for k, v in other.items() if k not in ignored}
+    assert {k: v for k, v in ours.items() if k not in ignored} == {
+        k: v for k, v in other.items() if k not in ignored
+    }

@@ -11,26 +11,32 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from tests.unit.gguf_files import TINY_LLAMA, tiny_llama_tensors, write_gguf
 
 from p2pshard.errors import ModelCorrupt, P2PShardError, UnsupportedModel
 from p2pshard.models.dtypes import GGML_TYPES
 from p2pshard.models.gguf import read_gguf, split_paths
+from tests.unit.gguf_files import TINY_LLAMA, tiny_llama_tensors, write_gguf
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    types = {"blk.0.attn_q.weight": gguf.GGMLQuantizationType.Q8_0, "blk.1.ffn_up.weight": gguf.GGMLQuantizationType.Q4_0}
+    types = {
+        "blk.0.attn_q.weight": gguf.GGMLQuantizationType.Q8_0,
+        "blk.1.ffn_up.weight": gguf.GGMLQuantizationType.Q4_0,
+    }
     return write_gguf(tmp_path / "tiny.gguf", tiny_llama_tensors(), TINY_LLAMA, types=types)
 
 
 def test_agrees_with_the_gguf_package(tiny: Path) -> None:
     ours, theirs = read_gguf(tiny), gguf.GGUFReader(tiny)
     assert [(t.name, t.dtype, t.shape[::-1], t.offset, t.nbytes) for t in ours.tensors] == [
-        (t.name, t.tensor_type.name, tuple(t.shape.tolist()), int(t.data_offset), int(t.n_bytes)) for t in theirs.tensors
+        (t.name, t.tensor_type.name, tuple(t.shape.tolist()), int(t.data_offset), int(t.n_bytes))
+        for t in theirs.tensors
     ]
     for key, value in ours.metadata.items():
-        assert (value.tolist() if isinstance(value, np.ndarray) else value) == theirs.fields[key].contents(), key
+        assert (value.tolist() if isinstance(value, np.ndarray) else value) == theirs.fields[
+            key
+        ].contents(), key
 
 
 def test_block_sizes_are_ggmls() -> None:
@@ -44,7 +50,9 @@ def test_parts_with_a_first_one_of_metadata_alone(tmp_path: Path) -> None:
     parts = [{}, dict(tensors[:7]), dict(tensors[7:])]
     paths = [tmp_path / f"m-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]
     for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
-        write_gguf(path, part, TINY_LLAMA if index == 0 else {}, split=(index, 3, len(tensors)), tokenizer=index == 0)
+        write_gguf(
+            path, part, TINY_LLAMA if index == 0 else {}, split=(index, 3, len(tensors)), tokenizer=index == 0
+        )
     for given in paths:
         model = read_gguf(given)
         assert model.paths == tuple(paths)
@@ -80,7 +88,15 @@ def test_truncation_is_seen_by_size(tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "name"),
-    [(16, "IQ2_XXS"), (20, "IQ4_NL"), (23, "IQ4_XS"), (34, "TQ1_0"), (35, "TQ2_0"), (39, "MXFP4"), (77, "number 77")],
+    [
+        (16, "IQ2_XXS"),
+        (20, "IQ4_NL"),
+        (23, "IQ4_XS"),
+        (34, "TQ1_0"),
+        (35, "TQ2_0"),
+        (39, "MXFP4"),
+        (77, "number 77"),
+    ],
 )
 def test_other_quantisations_are_refused_by_name(tiny: Path, number: int, name: str) -> None:
     data = tiny.read_bytes()
@@ -153,7 +169,9 @@ def test_mutated_headers_give_typed_errors_only(tiny: Path) -> None:
             if kind == 0:
                 mutated[at] = chance.randrange(256)
             elif kind == 1:
-                mutated[at : at + 8] = struct.pack("<Q", chance.choice([0, 1, 2**31, 2**32, 2**63, 2**64 - 1]))
+                mutated[at : at + 8] = struct.pack(
+                    "<Q", chance.choice([0, 1, 2**31, 2**32, 2**63, 2**64 - 1])
+                )
             else:
                 del mutated[at : at + chance.randint(1, 64)]
         tiny.write_bytes(mutated)

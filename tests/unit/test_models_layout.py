@@ -50,7 +50,11 @@ def manifest(names: list[str], layers: int = 3, format: str = "gguf", **config: 
     return Manifest(format, {"num_hidden_layers": layers, **config}, tensors, "")
 
 
-NAMES = ["token_embd.weight", *(f"blk.{i}.{w}.weight" for i in range(3) for w in ("a", "b")), "output_norm.weight"]
+NAMES = [
+    "token_embd.weight",
+    *(f"blk.{i}.{w}.weight" for i in range(3) for w in ("a", "b")),
+    "output_norm.weight",
+]
 
 
 def test_every_tensor_lies_on_one_stage_of_a_split() -> None:
@@ -75,7 +79,9 @@ def test_a_tied_head_needs_the_embedding() -> None:
 
 def test_prediction_layers_behind_the_last_are_left_out() -> None:
     model = manifest([f"model.layers.{i}.w" for i in range(4)], layers=3, format="safetensors")
-    assert [t.name for t in needed_tensors(model, 0, 2, True, True)] == [f"model.layers.{i}.w" for i in range(3)]
+    assert [t.name for t in needed_tensors(model, 0, 2, True, True)] == [
+        f"model.layers.{i}.w" for i in range(3)
+    ]
 
 
 @pytest.mark.parametrize("layers", [(0, 3), (-1, 0), (2, 1)])

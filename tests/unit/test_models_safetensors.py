@@ -133,7 +133,9 @@ def test_only_the_text_part_counts(tmp_path: Path) -> None:
         "multi_modal_projector.weight": np.zeros(3, np.float32),
     }
     save_file(arrays, folder / "model.safetensors")
-    assert [t.name for t in read_folder(folder).tensors] == ["model.language_model.layers.0.mlp.up_proj.weight"]
+    assert [t.name for t in read_folder(folder).tensors] == [
+        "model.language_model.layers.0.mlp.up_proj.weight"
+    ]
 
 
 def test_text_config_of_a_multimodal_model() -> None:

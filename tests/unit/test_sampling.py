@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from p2pshard_node.engine.sampling import sample, uniform
 
 from p2pshard.errors import Internal, InvalidRequest
 from p2pshard.sampling import SamplingParams
-from p2pshard_node.engine.sampling import sample, uniform
 
 # few distinct values, so that ties are common
 logit_rows = st.lists(

@@ -68,9 +68,7 @@ class TensorSource:
                 if size != state.st_size or mtime not in (None, state.st_mtime_ns):
                     raise ModelCorrupt(f"{path}: changed after it was hashed; deploy the model again")
             if offset + nbytes > sizes[path]:
-                raise ModelCorrupt(
-                    f"{path}: truncated: {name!r} ends at {offset + nbytes} of {sizes[path]}"
-                )
+                raise ModelCorrupt(f"{path}: truncated: {name!r} ends at {offset + nbytes} of {sizes[path]}")
 
     @property
     def names(self) -> list[str]:

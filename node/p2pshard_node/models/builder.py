@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from p2pshard.errors import ModelCorrupt, ModelNotFound
 from p2pshard.models.gguf import GgufModel, GgufTensor, read_gguf
@@ -18,6 +17,7 @@ from p2pshard.models.safetensors import HfModel, SafeTensor, folder_file, read_f
 from p2pshard_node.models.files import Signature
 from p2pshard_node.models.gguf_config import gguf_config
 from p2pshard_node.models.gguf_tokenizer import gguf_tokenizer
+from p2pshard_node.models.tokenizer_json import load_tokenizer
 
 __all__ = ["BUILDER_VERSION", "BuiltModel", "build_model"]
 
@@ -179,10 +179,7 @@ def _folder_tokens(model: HfModel, config: Mapping[str, Any], tokenizer_json: by
     settings = read_json(model.folder, "tokenizer_config.json") or {}
     tokenizer = None
     if tokenizer_json:
-        try:
-            tokenizer = Tokenizer.from_buffer(tokenizer_json)
-        except Exception as error:  # the library raises nothing more precise
-            raise ModelCorrupt(f"{model.folder / 'tokenizer.json'}: not a tokenizer: {error}") from error
+        tokenizer = load_tokenizer(tokenizer_json, str(model.folder / "tokenizer.json"))
 
     def spelled(name: str) -> str | None:
         value = settings.get(name)

@@ -116,8 +116,11 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str, where: str) -> T
         for index, t in enumerate(tokens)
     }
     pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges)]
-    if not all(left and right for left, right in pairs):
-        raise ModelCorrupt(f"{where}: tokenizer.ggml.merges has an entry that is not two tokens")
+    for left, right in pairs:
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise ModelCorrupt(
+                f"{where}: the merge {left!r} {right!r} is not of and into tokens of the vocabulary"
+            )
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=pairs, fuse_unk=False, ignore_merges=pre in _WHOLE_WORDS))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)
     if pre in _SPLITS:

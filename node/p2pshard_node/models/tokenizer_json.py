@@ -1,0 +1,29 @@
+"""Reading a tokenizer.json that nobody vouches for."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from p2pshard.errors import ModelCorrupt
+
+__all__ = ["load_tokenizer"]
+
+_MAX_BYTES = 256 * 2**20
+
+
+def load_tokenizer(data: bytes, where: str) -> Tokenizer:
+    """The tokenizer that ``data`` describes. Raises `ModelCorrupt`, naming ``where``, for anything else.
+
+    The library panics on some inputs (a merge whose result is not in the vocabulary), which reaches Python as
+    an exception outside of `Exception` and would end a daemon's task without a word.
+    """
+    if len(data) > _MAX_BYTES:
+        raise ModelCorrupt(f"{where}: {len(data)} bytes; a tokenizer has up to {_MAX_BYTES}")
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # nothing more precise is raised
+        raise ModelCorrupt(f"{where}: not a tokenizer: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelCorrupt(f"{where}: not a tokenizer that can be used: {error}") from error
