@@ -63,6 +63,8 @@ class LocalNodes:
 
     flags: tuple[str, ...] = ()
     """Further flags of ``p2pshard up`` for every node."""
+    threads: int = max(1, (os.cpu_count() or 1) // 3)
+    """Of each worker. One takes every core by default; several on one machine would fight over them."""
     nodes: list[LocalNode] = field(default_factory=list)
     cluster: str = field(default_factory=lambda: f"local-{uuid.uuid4().hex[:8]}")
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="p2pshard-")))
@@ -91,6 +93,7 @@ class LocalNodes:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
                 # a Ctrl-C in the terminal is for the program that started the nodes; it stops them in order
                 start_new_session=True,
             )
