@@ -19,7 +19,7 @@ from p2pshard_node.scheduling.blocks import BlockAllocator, Run
 __all__ = ["Advance", "Request", "Scheduler", "Step", "StepRow"]
 
 MIN_GROUP = 4
-"""Decode rows that share a step before another is opened: fewer cost about as much."""
+"""Decode rows that share a step before another is opened for more: fewer cost about as much."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ class Scheduler:
         """Sequences that are over, with the rows that steps under way still hold."""
         self._to_free: list[int] = []
         self._flight: dict[int, Step] = {}
+        self._decode_steps: set[int] = set()
+        """Those under way that hold decode rows."""
         self._number = 0
         self._prefilled = False
         """Whether the last step held a chunk of a prompt; with a budget of one token they alternate."""
@@ -201,7 +203,8 @@ class Scheduler:
         for sequence in freed:
             self.blocks.free(sequence)
         allocated = self._admit()
-        rows = self._rows()
+        decodes = self._decode_rows()
+        rows = (*decodes, *self._prefill_rows(self._chunk - len(decodes)))
         if not rows and not freed and not allocated:
             return None
         self._number += 1
@@ -210,6 +213,8 @@ class Scheduler:
         for row in rows:
             self._running[row.sequence].flying += 1
         self._flight[step.number] = step
+        if decodes:
+            self._decode_steps.add(step.number)
         return step
 
     def _admit(self) -> tuple[tuple[int, tuple[Run, ...]], ...]:
@@ -226,22 +231,27 @@ class Scheduler:
             allocated.append((sequence, runs))
         return tuple(allocated)
 
-    def _rows(self) -> tuple[StepRow, ...]:
+    def _decode_rows(self) -> tuple[StepRow, ...]:
+        """The next group: as many as stages can work on at once, none below `MIN_GROUP` by choice."""
         # A prompt always gets on: one token of the budget is kept for it, or every second step.
         keep = int(bool(self._prefill) and (self._chunk > 1 or not self._prefilled))
         decoding = len(self._running) - len(self._prefill)
-        group = min(self._chunk - keep, max(MIN_GROUP, math.ceil(decoding / self.window)), len(self._ready))
-        rows = [self._row(self._ready.popleft(), 1) for _ in range(group)]
-        budget = self._chunk - len(rows)
-        self._prefilled = False
+        groups = max(1, min(self.window, decoding // MIN_GROUP))
+        if len(self._decode_steps) >= groups:
+            return ()  # those that are ready wait for a group to return, and share the next step
+        group = min(self._chunk - keep, math.ceil(decoding / groups), len(self._ready))
+        return tuple(self._row(self._ready.popleft(), 1) for _ in range(group))
+
+    def _prefill_rows(self, budget: int) -> tuple[StepRow, ...]:
+        rows: list[StepRow] = []
         while budget and self._prefill:
             state = self._running[self._prefill[0]]
             length = min(budget, len(state.ids) - state.sent)
             rows.append(self._row(self._prefill[0], length))
             budget -= length
-            self._prefilled = True
             if state.sent == len(state.ids):
                 self._prefill.popleft()
+        self._prefilled = bool(rows)
         return tuple(rows)
 
     def _row(self, sequence: int, length: int) -> StepRow:
@@ -257,6 +267,7 @@ class Scheduler:
         A sequence whose sampled row has no token is left as it is: cancel it when a stage failed.
         """
         step = self._flight.pop(number)
+        self._decode_steps.discard(number)
         advances = []
         for row in step.rows:
             if row.sequence in self._ending:

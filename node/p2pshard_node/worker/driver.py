@@ -317,7 +317,7 @@ class Driver:
                 context,
                 Conflict(
                     f"this driver serves epoch {epoch.n} of {epoch.proposer} of {self._deployment}; "
-                    f"the gateway asked for epoch {hello.epoch.n} of {hello.epoch.proposer}, or for another plan"
+                    f"the gateway asked for epoch {hello.epoch.n} of {hello.epoch.proposer}, or another plan"
                 ),
             )
         if self.broken is not None:

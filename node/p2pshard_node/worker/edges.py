@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -214,10 +214,14 @@ class EdgeClient:
 class IncomingEdge:
     """The server side of one accepted edge."""
 
-    def __init__(self, context: Any, terms: EdgeTerms, *, peer_stage: int, kinds: frozenset[str]) -> None:
+    def __init__(
+        self, context: Any, terms: EdgeTerms, *, peer_stage: int, edge: str, kinds: frozenset[str]
+    ) -> None:
         self.peer_stage = peer_stage
         self._context, self._terms, self._kinds = context, terms, kinds
+        self._answer = Frame("hello_ack", terms.epoch, hello=replace(terms.hello, edge=edge))
         self._queue: asyncio.Queue[Frame] = asyncio.Queue(_SIDE_QUEUE)
+        self._writing = asyncio.Lock()  # a call takes one write at a time
 
     def send_back(self, frame: Frame) -> None:
         """Queue an error or pong for the sender; dropped when it does not read."""
@@ -229,8 +233,7 @@ class IncomingEdge:
 
         A `ProtocolError` of the bytes or of `on_frame` ends this stream alone.
         """
-        for message in encode(Frame("hello_ack", self._terms.epoch, hello=self._terms.hello)):
-            await self._context.write(message)
+        await self._send(self._answer)
         writer = asyncio.create_task(self._write())
         assembler = Assembler(self._terms.limits, epoch=self._terms.epoch, kinds=self._kinds)
         try:
@@ -239,8 +242,7 @@ class IncomingEdge:
                     on_frame(frame)
         except ProtocolError as error:
             log.warning("stream of stage %s ended: %s", self.peer_stage, error)
-            for message in encode(Frame("error", self._terms.epoch, error=error)):
-                await self._context.write(message)
+            await self._send(Frame("error", self._terms.epoch, error=error))
             return f"sent what breaks the protocol: {error.message}"
         finally:
             writer.cancel()
@@ -249,5 +251,9 @@ class IncomingEdge:
 
     async def _write(self) -> None:
         while True:
-            for message in encode(await self._queue.get()):
+            await self._send(await self._queue.get())
+
+    async def _send(self, frame: Frame) -> None:
+        async with self._writing:
+            for message in encode(frame):
                 await self._context.write(message)

@@ -216,7 +216,9 @@ class ActiveEpoch:
         if self._incoming is not None:
             raise Conflict(f"{describe(self.plan, expected)} is connected already")
         kinds, take = (_BACK, self._on_back) if self.index == 0 else (_FORWARD, self._on_forward)
-        incoming = self._incoming = IncomingEdge(context, self.terms, peer_stage=expected, kinds=kinds)
+        incoming = self._incoming = IncomingEdge(
+            context, self.terms, peer_stage=expected, edge=edge, kinds=kinds
+        )
         reason = "is gone (its stream was cut)"
         try:
             reason = await incoming.run(take)
@@ -248,9 +250,11 @@ class ActiveEpoch:
                 self._tell({"ev": "not_ready", "reason": reason, "epoch": epoch})
 
         while self._lost is None:
-            while missing := self._missing_edge():
+            while self._lost is None and (missing := self._missing_edge()):
                 say(missing)
                 await asyncio.sleep(0.02)
+            if self._lost is not None:
+                return
             probe = asyncio.create_task(driver.probe())
             try:
                 while not probe.done():

@@ -22,6 +22,9 @@ from p2pshard_node.worker.naming import compute_failed
 
 __all__ = ["Engine", "Sampled", "Sampler", "StageExecutor"]
 
+_LEAST = -1e30
+"""Stands for minus infinity, the logprob of a token that was ruled out: frames carry finite numbers."""
+
 log = logging.getLogger(__name__)
 
 
@@ -220,6 +223,6 @@ class StageExecutor:
                 log.exception("sampling of step %s failed", frame.step)
                 failed[row.sequence] = compute_failed(self._plan, self._index, error)
                 continue
-            top = tuple((int(i), float(p)) for i, p in got.top)
-            tokens.append(SampledToken(row.sequence, int(got.id), float(got.logprob), top))
+            top = tuple((int(i), max(float(p), _LEAST)) for i, p in got.top)
+            tokens.append(SampledToken(row.sequence, int(got.id), max(float(got.logprob), _LEAST), top))
         return tuple(tokens)

@@ -1,0 +1,244 @@
+"""Real worker processes, edges and streams: what comes out equals plain transformers in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2pshard.planning.plan import Plan
+from tests.attack import attack
+from tests.tiny import reference_tokens, write_tiny_llama
+from tests.worker_lab import Gateway, make_plan, ring
+
+pytestmark = pytest.mark.timeout(240)
+PROMPTS = [
+    [1],
+    [5, 9, 200],
+    list(range(40, 57)),
+    [7] * 130,
+    [3, 1, 4, 1, 5],
+    list(range(90)),
+    [250, 2],
+    [11] * 33,
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_tiny_llama(tmp_path_factory.mktemp("workers") / "tiny", layers=6, context=32768)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return [reference_tokens(model, prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+async def test_greedy_tokens_equal_the_reference_and_eight_at_once_their_solo(
+    model: Path, expected: list[list[int]], tmp_path: Path, stages: int
+) -> None:
+    async with ring(model, tmp_path, lambda m, n: make_plan(m, n, stages)) as r, r.gateway() as gateway:
+        for event in r.loaded:
+            assert event["weight_bytes"] > 0 and event["peak_bytes"] >= event["base_bytes"] > 0
+        for i in range(3):
+            assert await gateway.generate(f"solo{i}", PROMPTS[i], 24) == expected[i]
+        for order in ([0, 1, 2, 3, 4, 5, 6, 7], [6, 1, 4, 0, 7, 3, 2, 5]):
+            names = [f"{order[0]}-{i}" for i in order]
+            results = await asyncio.gather(
+                *(gateway.generate(name, PROMPTS[i], 24) for name, i in zip(names, order, strict=True))
+            )
+            assert results == [expected[i] for i in order]
+        assert (await r.workers[0].stats())["step"]["max_rows"] >= 4
+        # Carried on in the middle: prompt and given tokens replayed, the rest the same.
+        assert await gateway.generate("resumed", PROMPTS[2], 24, output_ids=expected[2][:10]) == expected[2]
+        # An end token ends it, and is given.
+        cut = expected[1].index(expected[1][5])
+        assert await gateway.generate("eos", PROMPTS[1], 24, eos=[expected[1][5]]) == expected[1][: cut + 1]
+        await r.idle()
+
+
+async def test_one_step_at_a_time_on_two_stages(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    plan = lambda m, n: make_plan(m, n, 2, blocks=10, context=160, concurrency=1, chunk_tokens=7)  # noqa: E731
+    async with ring(model, tmp_path, plan, load={"window": 1}) as r, r.gateway() as gateway:
+        results = await asyncio.gather(*(gateway.generate(f"r{i}", PROMPTS[i], 24) for i in range(4)))
+        assert results == expected[:4]
+        assert (await r.workers[0].stats())["step"]["window"] == 1
+        await r.idle()
+
+
+async def test_sampled_text_does_not_depend_on_the_partition(model: Path, tmp_path: Path) -> None:
+    texts = []
+    for stages in (1, 3):
+        folder = tmp_path / str(stages)
+        plan = functools.partial(make_plan, stages=stages)
+        async with ring(model, folder, plan) as r, r.gateway() as gateway:
+            options = {"temperature": 1.5, "top_p": 0.95, "seed": 7, "logprobs": 2}
+            texts.append(await gateway.generate("s", PROMPTS[1], 20, **options))
+            assert all(len(t.top) == 2 and t.logprob < 0 for t in gateway.logprobs["s"])
+    assert texts[0] == texts[1] and len(set(texts[0])) > 3
+
+
+async def test_cancel_disconnect_and_deadline_free_every_block(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    rng = random.Random(3)
+    async with ring(model, tmp_path, lambda m, n: make_plan(m, n, 3, context=2048, concurrency=2)) as r:
+        async with r.gateway() as gateway:
+            await gateway.submit("late", PROMPTS[1], 1000, deadline_s=0.3)
+            assert await gateway.end("late", 3) == "deadline"
+            for i in range(12):
+                await gateway.submit(f"c{i}", PROMPTS[i % 8], 1000)
+            for i in rng.sample(range(12), 12):
+                await asyncio.sleep(rng.random() * 0.05)
+                await gateway.cancel(f"c{i}")
+            for i in range(12):
+                assert await gateway.end(f"c{i}", 5) == "cancelled"
+            await r.idle()
+            await gateway.submit("dropped", PROMPTS[1], 1000)
+            await gateway.given("dropped", 20)
+        await r.idle(2.0)
+        async with r.gateway() as gateway:
+            assert await gateway.generate("after", PROMPTS[0], 24) == expected[0]
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+async def test_a_killed_stage_is_named_at_the_gateway(model: Path, tmp_path: Path, victim: int) -> None:
+    async with (
+        ring(model, tmp_path, lambda m, n: make_plan(m, n, 3, context=2048)) as r,
+        r.gateway() as gateway,
+    ):
+        await gateway.submit("a", PROMPTS[1], 1500)
+        await gateway.submit("b", PROMPTS[2], 1500)
+        await gateway.given("a", 20)
+        began = time.monotonic()
+        r.workers[victim].kill()
+        for name in ("a", "b"):
+            error = await gateway.end(name, 5)
+            assert error.code == "stage_lost"
+            details = json.loads(error.details_json)
+            assert details["node"] == f"n{victim}" and details["layers"] == [2 * victim, 2 * victim + 1]
+        assert time.monotonic() - began < 2
+        event = await r.workers[0].expect("edge_lost", seconds=2)
+        assert event["stage"] == victim and event["error"]["details"]["node"] == f"n{victim}"
+        await gateway.submit("later", PROMPTS[1], 4)
+        assert (await gateway.end("later", 2)).code == "stage_lost"
+
+
+async def test_a_killed_driver_is_noticed_by_the_others(model: Path, tmp_path: Path) -> None:
+    async with ring(model, tmp_path, lambda m, n: make_plan(m, n, 3)) as r:
+        r.workers[0].kill()
+        for other in (1, 2):
+            event = await r.workers[other].expect("edge_lost", seconds=3)
+            assert event["error"]["details"]["node"] == "n0"
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+async def test_a_frozen_stage_is_found_by_the_watchdog(model: Path, tmp_path: Path, victim: int) -> None:
+    async with (
+        ring(model, tmp_path, lambda m, n: make_plan(m, n, 3, context=2048)) as r,
+        r.gateway() as gateway,
+    ):
+        await gateway.submit("a", PROMPTS[1], 1500)
+        await gateway.given("a", 10)
+        r.workers[victim].kill(signal.SIGSTOP)
+        try:
+            error = await gateway.end("a", 8)
+        finally:
+            r.workers[victim].kill(signal.SIGCONT)
+        assert error.code == "stage_lost" and json.loads(error.details_json)["node"] == f"n{victim}", (
+            error.message
+        )
+        assert "silent" in error.message
+
+
+async def test_frames_above_four_mebibytes_pass(model: Path, tmp_path: Path) -> None:
+    prompt = [(i * 7919) % 250 for i in range(20_000)]
+    plan = lambda m, n: make_plan(m, n, 2, context=24_000, concurrency=1, chunk_tokens=24_000)  # noqa: E731
+    async with ring(model, tmp_path, plan) as r, r.gateway() as gateway:
+        await gateway.submit("long", prompt, 4)
+        assert await gateway.end("long", 150) == "length"  # 20,000 tokens of 256 bytes: one step of 5 MB
+        await gateway.submit("too long", prompt + prompt, 4)
+        error = await gateway.end("too long", 5)
+        assert error.code == "context_length_exceeded"
+        assert json.loads(error.details_json) == {"prompt_tokens": 40_000, "context": 24_000}
+
+
+async def test_a_gateway_that_never_reads_stalls_nobody(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    async with ring(model, tmp_path, lambda m, n: make_plan(m, n, 2, context=2048)) as r:
+        deaf = Gateway(r.plan, r.ports[0])
+        async with deaf:
+            deaf._reader.cancel()
+            for i in range(4):
+                await deaf.submit(f"deaf{i}", PROMPTS[i], 1500, logprobs=20)
+            async with r.gateway() as gateway:
+                for i in range(4):
+                    assert await gateway.generate(f"r{i}", PROMPTS[i], 24) == expected[i]
+        await r.idle()
+
+
+async def test_why_it_is_not_ready_is_said_and_passes(model: Path, tmp_path: Path) -> None:
+    async with ring(model, tmp_path, lambda m, n: make_plan(m, n, 2), start=False) as r:
+        r.activate(0)
+        event = await r.workers[0].expect("not_ready", seconds=10)
+        assert "stage 1 (node n1" in event["reason"]
+        assert not any(e["ev"] == "ready" for e in r.workers[0].events)
+        async with r.gateway() as gateway:
+            await gateway.submit("early", [1], 2)
+            assert (await gateway.end("early", 2)).code == "not_ready"
+            r.activate(1)
+            await r.workers[0].expect("ready", seconds=10)
+            assert len(await gateway.generate("now", [1], 2)) == 2
+
+
+async def test_control_messages_that_cannot_be_right_are_refused(model: Path, tmp_path: Path) -> None:
+    def plan(manifest: str, layers: int) -> Plan:
+        return make_plan(manifest, layers, 1)
+
+    async with ring(model, tmp_path, plan) as r:
+        worker = r.workers[0]
+        for message in ({"op": "load"}, {"op": "activate", "deployment": "x"}, {"op": "what"}, {}):
+            after = len(worker.events)
+            worker.control.send(message)
+            await worker.expect("refused", after=after, seconds=5)
+        assert (await worker.stats())["blocks_used"] == 0
+
+
+async def test_ten_thousand_mutations_against_the_data_port_harm_nobody(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    async with ring(model, tmp_path, lambda m, n: make_plan(m, n, 2)) as r, r.gateway() as gateway:
+        before = [(await w.stats())["peak_bytes"] for w in r.workers]
+        stop = asyncio.Event()
+
+        async def valid() -> int:
+            count = 0
+            while not stop.is_set():
+                i = count % 4
+                assert await gateway.generate(f"valid{count}", PROMPTS[i], 24) == expected[i]
+                count += 1
+            return count
+
+        stream = asyncio.create_task(valid())
+        try:
+            sent = await attack(r.plan, r.ports, 10_000, seed=5)
+        finally:
+            stop.set()
+        assert await stream >= 4
+        assert sent == 10_000
+        after = [(await w.stats())["peak_bytes"] for w in r.workers]
+        assert all(w.process.returncode is None for w in r.workers)
+        assert all(b - a < 64 << 20 for a, b in zip(before, after, strict=True)), (before, after)
+        assert not any(e["ev"] == "edge_lost" for w in r.workers for e in w.events)
+        await r.idle()
