@@ -81,6 +81,10 @@ class LocalNodes:
         """Start one more daemon; returns at once."""
         port, api_port = free_ports(2)
         log = self.folder / f"{name}.log"
+        # libraries leave caches in the temporary directory; these go with ours
+        scratch = self.folder / "tmp"
+        scratch.mkdir(exist_ok=True)
+        temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
@@ -93,7 +97,7 @@ class LocalNodes:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
+                env={**os.environ, **temporary, "OMP_NUM_THREADS": str(self.threads)},
                 # a Ctrl-C in the terminal is for the program that started the nodes; it stops them in order
                 start_new_session=True,
             )
