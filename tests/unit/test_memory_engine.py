@@ -52,8 +52,9 @@ def step(start, rows, length, output):
         tuple(Row(i, start, length, tuple(range(i * per, (i + 1) * per)), output) for i in range(rows)),
         np.arange(rows * length, dtype=np.int32) % 90,
     )
-    hidden = None if embedding else np.random.default_rng(0).normal(size=(rows * length, stage.hidden_size)).astype(np.float32)
-    return stage.forward(batch, hidden)
+    size = (rows * length, stage.hidden_size)
+    hidden = np.random.default_rng(0).normal(size=size).astype(np.float32)
+    return stage.forward(batch, None if embedding else hidden)
 
 context, chunk = ask["blocks"] * 16, ask["chunk"]
 step(0, 1, chunk, "sample")
@@ -62,7 +63,8 @@ step(context - 1, 1, 1, "sample")
 if ask["blocks"] >= 32:
     step(0, 32, 1, "sample")
 print(json.dumps({
-    "before": before, "loaded": loaded, "peak": peak_bytes(os.getpid()), "weights": stage.weight_bytes, "kv": stage.kv_bytes,
+    "before": before, "loaded": loaded, "peak": peak_bytes(os.getpid()),
+    "weights": stage.weight_bytes, "kv": stage.kv_bytes,
 }))
 """
 
