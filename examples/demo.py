@@ -72,7 +72,7 @@ def _show(console: Console, nodes: LocalNodes) -> int:
         begin = time.monotonic()
         deployment = client.deploy(MODEL, context=CONTEXT, nodes=3)
         assert deployment.plan is not None
-        console.print(plan_table(deployment.plan, {n.id: n.name for n in client.status().nodes}))
+        console.print(plan_table(deployment.plan, client.status().names()))
         console.print(f"   loaded in {time.monotonic() - begin:.1f} s\n\n   > {PROMPT}\n   ", end="")
         stream = client.chat(deployment.model, PROMPT, max_tokens=48)
         for piece in stream:

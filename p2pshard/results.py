@@ -337,6 +337,10 @@ class ClusterStatus(_AsSent):
             ),
         )
 
+    def names(self) -> dict[str, str]:
+        """Names of the members by id: plans name nodes by id."""
+        return {n.id: n.name for n in self.nodes}
+
     def deployment(self, model: str) -> Deployment | None:
         """The one of that name, if any."""
         return next((d for d in self.deployments if d.model == model), None)

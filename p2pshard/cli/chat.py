@@ -46,7 +46,7 @@ def command(
     )
     beginning: list[Message] = [{"role": "system", "content": system}] if system else []
     with Client(nodes_at) as client:
-        with DeployDisplay() as display:
+        with DeployDisplay(client.status().names()) as display:
             deployment = client.deploy(model, on_progress=display, **plan_options(**flags))
         console_err.print(
             f"{deployment.model} is ready; /reset forgets, /exit leaves", style="dim", markup=False

@@ -25,7 +25,7 @@ def command(model: str, nodes_at: tuple[str, ...], as_json: bool, **flags: Any) 
     MODEL is a name, a directory or a .gguf file.
     """
     with Client(nodes_at) as client:
-        with DeployDisplay() as display:
+        with DeployDisplay(client.status().names()) as display:
             deployment = client.deploy(model, on_progress=display, **plan_options(**flags))
         if as_json:
             print_json(
@@ -36,4 +36,4 @@ def command(model: str, nodes_at: tuple[str, ...], as_json: bool, **flags: Any) 
                 }
             )
         elif deployment.plan:
-            console.print(plan_table(deployment.plan, {n.id: n.name for n in client.status().nodes}))
+            console.print(plan_table(deployment.plan, client.status().names()))

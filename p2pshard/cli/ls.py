@@ -21,7 +21,7 @@ def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
     """List models on the nodes, and those known by name."""
     with Client(nodes_at) as client:
         models = client.models()
-        names = {} if as_json else {n.id: n.name for n in client.status().nodes}
+        names = {} if as_json else client.status().names()
     if as_json:
         held: list[dict[str, Any]] = [
             {"name": m.name, "size_bytes": m.size_bytes, "nodes": list(m.nodes), "path": m.path or None}

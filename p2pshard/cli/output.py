@@ -65,14 +65,14 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
         f"{plan.dtype}, context {plan.context:,}, {plan.numerics}",
         "#",
         "node",
-        "device",
+        "dev",
         "layers",
         *sizes,
         right=("#", *sizes),
     )
     for index, stage in enumerate(plan.stages):
         layers = f"{stage.layers[0]}-{stage.layers[1]}"
-        layers += " +embedding" * stage.embedding + " +head" * stage.head
+        layers += " +emb" * stage.embedding + " +head" * stage.head
         for rank in stage.ranks:
             table.add_row(
                 str(index),

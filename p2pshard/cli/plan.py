@@ -30,7 +30,7 @@ def command(model: str, nodes_at: tuple[str, ...], as_json: bool, **flags: Any) 
         if as_json:
             print_json(result.json)
         elif result.plan:
-            console.print(plan_table(result.plan, {n.id: n.name for n in client.status().nodes}))
+            console.print(plan_table(result.plan, client.status().names()))
     if result.fits:
         return 0
     if not as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,9 @@ __all__ = ["DeployDisplay"]
 class DeployDisplay:
     """A bar for each node while it fetches and loads; on a pipe, a line for each change."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """``names``: node id to name."""
+        self._names = names
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -40,8 +43,11 @@ class DeployDisplay:
         if self._live:
             self._progress.stop()
 
+    def _name(self, node: str) -> str:
+        return self._names.get(node, node[:12])
+
     def __call__(self, deployment: Deployment) -> None:
-        phases = sorted({f"{p.node} {p.phase}" for p in deployment.progress})
+        phases = sorted({f"{self._name(p.node)} {p.phase}" for p in deployment.progress})
         line = f"{deployment.model}: {deployment.state}" + (
             f" ({deployment.reason})" if deployment.reason else ""
         )
@@ -49,11 +55,13 @@ class DeployDisplay:
             line += f" [{', '.join(phases)}]" if phases else ""
         if line != self._shown and not (deployment.state == "ready" and not self._shown):
             self._shown = line
-            console_err.print(line, markup=False)
+            console_err.print(line, markup=False, soft_wrap=True)
         if not self._live:
             return
         for p in deployment.progress:
             key = (p.node, p.phase)
             if key not in self._tasks:
-                self._tasks[key] = self._progress.add_task(f"{p.node} {p.phase}", total=p.total_bytes or None)
+                self._tasks[key] = self._progress.add_task(
+                    f"{self._name(p.node)} {p.phase}", total=p.total_bytes or None
+                )
             self._progress.update(self._tasks[key], completed=p.done_bytes, total=p.total_bytes or None)

@@ -22,7 +22,7 @@ def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
             print_json(requests.json)
             return
         status = client.status()
-    names = {n.id: n.name for n in status.nodes}
+    names = status.names()
     console.print(requests_table(requests) if requests.requests else "no requests")
     if requests.kv:
         console.print(kv_table(requests, names))

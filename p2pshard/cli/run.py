@@ -60,10 +60,10 @@ def command(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     with Client(nodes_at) as client:
-        with DeployDisplay() as display:
+        with DeployDisplay(client.status().names()) as display:
             deployment = client.deploy(model, on_progress=display, **plan_options(**flags))
         if deployment.plan and not as_json:
-            console_err.print(plan_table(deployment.plan, {n.id: n.name for n in client.status().nodes}))
+            console_err.print(plan_table(deployment.plan, client.status().names()))
         name = deployment.model
         answer = client.generate(name, text, **options) if raw else client.chat(name, text, **options)
         with answer as stream:

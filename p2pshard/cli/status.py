@@ -25,4 +25,4 @@ def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
     if status.not_joined:
         console.print(not_joined_table(status))
     if status.deployments:
-        console.print(deployments_table(status.deployments, {n.id: n.name for n in status.nodes}))
+        console.print(deployments_table(status.deployments, status.names()))
