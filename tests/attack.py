@@ -51,8 +51,8 @@ def _frames(plan: Plan) -> list[bytes]:
         frames += [
             Frame("hello", epoch, hello=hello),
             Frame(
-                "step", epoch, 5, rows=(RowHeader(3, 0, 4, "sample"),), token_ids_T=np.arange(4, dtype=np.int32),
-                hidden_TD=np.zeros((4, 64), np.float32),
+                "step", epoch, 5, rows=(RowHeader(3, 0, 4, "sample"),),
+                token_ids_T=np.arange(4, dtype=np.int32), hidden_TD=np.zeros((4, 64), np.float32),
             ),
             Frame("tokens", epoch, 5, tokens=(SampledToken(3, 7),)),
         ]  # fmt: skip

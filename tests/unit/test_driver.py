@@ -1,0 +1,292 @@
+"""The driver over stages that compute something small and certain, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from p2pshard_node.engine.stage import StepBatch
+from p2pshard_node.worker.driver import Driver
+from p2pshard_node.worker.executor import StageExecutor
+from p2pshard_node.worker.outbox import MAX_EVENTS, Outbox
+from p2pshard_node.worker.pace import Pace
+
+from p2pshard.errors import StageLost
+from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+from p2pshard.transport.channels import EOF
+from p2pshard.transport.frames import Assembler, Frame, Limits, encode
+from p2pshard.transport.generated import generate_pb2, plan_pb2
+
+VOCAB = 97
+POISON = 90
+"""A token that the second stage cannot compute; it is never sampled."""
+
+
+def make_plan(blocks: int = 32) -> Plan:
+    stages = (Stage((0, 1), True, False, (Rank("a"),)), Stage((2, 3), False, True, (Rank("b"),)))
+    return Plan((Replica(stages),), Epoch(1, "a"), "tolerant", "m", "toy", "float32", 64, 2, 4, blocks, 8, 4)
+
+
+class Adder:
+    """Stage with memory: hidden is (token, running sum of the sequence's tokens, kept in its blocks)."""
+
+    def __init__(self, head: bool) -> None:
+        self.head = head
+        self.slots: dict[tuple[int, int], float] = {}
+
+    def forward(self, batch: StepBatch, hidden_TD: np.ndarray | None) -> np.ndarray:
+        tokens = batch.token_ids if hidden_TD is None else hidden_TD[:, 0]
+        out, first = [], 0
+        for row in batch.rows:
+            for i in range(row.length):
+                at = row.start + i
+                self.slots[row.blocks[at // 4], at % 4] = float(tokens[first + i])
+                if self.head and tokens[first + i] == POISON:
+                    raise RuntimeError("poison")
+            total = sum(self.slots[row.blocks[p // 4], p % 4] for p in range(row.start + row.length))
+            if not self.head:
+                out += [(float(t), 0.0) for t in tokens[first : first + row.length]]
+            elif row.output != "none":
+                out.append(np.eye(VOCAB, dtype=np.float32)[int(total) % POISON])
+            first += row.length
+        return np.array(out, np.float32).reshape(len(out), VOCAB if self.head else 2)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        raise AssertionError("nothing is copied here")
+
+
+@dataclass
+class Sampled:
+    id: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def greedy(logits_V: np.ndarray, params: Any, prompt_ids: Any, output_ids: Any, index: int) -> Sampled:
+    assert index == len(output_ids) and len(prompt_ids) > 0
+    return Sampled(int(logits_V.argmax()))
+
+
+def reference(prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(sum(ids) % POISON)
+    return ids[len(prompt) :]
+
+
+class Call:
+    """A gateway's end of the stream."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.commands: asyncio.Queue[Any] = asyncio.Queue()
+        self.events: list[generate_pb2.DriverEvent] = []
+        self.changed = asyncio.Event()
+        self.aborted: tuple[Any, str] | None = None
+
+    async def read(self) -> Any:
+        return await self.commands.get()
+
+    async def write(self, data: bytes) -> None:
+        self.events.append(generate_pb2.DriverEvent.FromString(data))
+        self.changed.set()
+
+    async def abort(self, code: Any, details: str, trailing_metadata: Any = ()) -> None:
+        self.aborted = (code, details)
+        raise ConnectionAbortedError
+
+    def say(self, **command: Any) -> None:
+        self.commands.put_nowait(generate_pb2.DriverCommand(**command).SerializeToString())
+
+    def submit(self, name: str, prompt: list[int], most: int, attempt: int = 1, **more: Any) -> None:
+        submit = generate_pb2.Submit(
+            request=name, attempt=attempt, prompt_ids=prompt, max_tokens=most, **more
+        )
+        self.say(submit=submit)
+
+    def hello(self, digest: str = "") -> None:
+        epoch = plan_pb2.Epoch(n=1, proposer="a")
+        plan = digest or self.plan.digest()
+        self.say(hello=generate_pb2.DriverHello(epoch=epoch, plan_digest=plan, deployment="d", gateway="g"))
+
+    async def end(self, name: str) -> Any:
+        async with asyncio.timeout(5):
+            while True:
+                for event in self.events:
+                    kind = event.WhichOneof("event")
+                    if kind in ("finished", "failed") and getattr(event, kind).request == name:
+                        return event.finished.reason if kind == "finished" else event.failed.error
+                self.changed.clear()
+                await self.changed.wait()
+
+    def tokens(self, name: str) -> list[int]:
+        got = [e.tokens for e in self.events if e.HasField("tokens") and e.tokens.request == name]
+        return [t.id for tokens in got for t in tokens.tokens]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - polled, for a test
+            await asyncio.sleep(0.002)
+
+
+class Toy:
+    """Driver and two stages; every frame also passes through its wire form."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.stages = [StageExecutor(Adder(head), plan, i, greedy) for i, head in enumerate((False, True))]
+        self.driver = Driver(plan, "d", window=2, vocab_size=VOCAB, submit_step=self._submit)
+        self.limits = Limits.of(plan, hidden_size=2, vocab_size=VOCAB)
+        self.steps = 0
+        self.held: list[Frame] | None = None
+
+    def _submit(self, frame: Frame) -> None:
+        self.steps += 1
+        if self.held is not None:
+            self.held.append(frame)
+        else:
+            asyncio.get_running_loop().call_later(0.001, self._pass, frame)
+
+    def _pass(self, frame: Frame) -> None:
+        for stage in self.stages:
+            frame = self._wire(stage.run(frame, 0))
+        self.driver.on_tokens(frame)
+
+    def _wire(self, frame: Frame) -> Frame:
+        assembler, got = Assembler(self.limits, epoch=self.plan.epoch), None
+        for message in encode(frame, chunk_bytes=100):
+            got = assembler.feed(message)
+        assert got is not None
+        return got
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, **hello: Any) -> AsyncIterator[Call]:
+        call = Call(self.plan)
+        call.hello(**hello)
+        task = asyncio.create_task(self.driver.serve(call))
+        try:
+            yield call
+        finally:
+            call.commands.put_nowait(EOF)
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def idle(self) -> None:
+        await until(lambda: not any(s.blocks_used or s.sequences for s in self.stages))
+
+
+@pytest.fixture
+async def toy() -> Toy:
+    toy = Toy(make_plan())
+    await toy.driver.probe()
+    return toy
+
+
+async def test_tokens_of_many_requests(toy: Toy) -> None:
+    prompts = {f"r{i}": [i + 1, 2 * i, 5] + [1] * (3 * i) for i in range(7)}
+    async with toy.gateway() as call:
+        for name, prompt in prompts.items():
+            call.submit(name, prompt, 9)
+        for name, prompt in prompts.items():
+            assert await call.end(name) == "length"
+            assert call.tokens(name) == reference(prompt, 9)
+    await toy.idle()
+
+
+async def test_only_the_request_that_cannot_be_computed_fails(toy: Toy) -> None:
+    async with toy.gateway() as call:
+        call.submit("good", [1, 2], 12)
+        call.submit("bad", [3, POISON, 4], 12)
+        call.submit("other", [4], 12)
+        error = await call.end("bad")
+        assert error.code == "internal" and "stage 1 (node b" in error.message and "poison" in error.message
+        assert json.loads(error.details_json)["layers"] == [2, 3]
+        for name, prompt in (("good", [1, 2]), ("other", [4])):
+            assert await call.end(name) == "length"
+            assert call.tokens(name) == reference(prompt, 12)
+        call.submit("after", [1, 2], 3)
+        assert await call.end("after") == "length"
+    await toy.idle()
+
+
+async def test_attempts_cancel_deadline_and_refusals(toy: Toy) -> None:
+    async with toy.gateway() as call:
+        call.submit("a", [1], 50, attempt=2)
+        call.submit("a", [1], 50, attempt=1)
+        assert (await call.end("a")).code == "conflict"  # the lower attempt; the higher one goes on
+        call.say(cancel=generate_pb2.CancelRequest(request="a", attempt=2))
+        call.submit("late", [1], 60, deadline_s=0.005)
+        assert await call.end("late") == "deadline"
+        for name, prompt, most, code in (
+            ("long", [1] * 64, 1, "context_length_exceeded"),
+            ("empty", [], 1, "invalid_request"),
+            ("none", [1], 0, "invalid_request"),
+            ("outside", [VOCAB], 1, "invalid_request"),
+        ):
+            call.submit(name, prompt, most)
+            assert (await call.end(name)).code == code
+        call.submit("over", [1], 3, output_ids=[1, 2, 4])
+        assert await call.end("over") == "length" and call.tokens("over") == []
+    await toy.idle()
+
+
+async def test_a_gateway_that_is_gone_takes_its_requests_along(toy: Toy) -> None:
+    async with toy.gateway() as call:
+        call.submit("a", [1], 60)
+        await until(lambda: bool(call.tokens("a")))
+    assert toy.driver.sequences == 0
+    await toy.idle()
+
+
+async def test_a_lost_stage_fails_everything_with_its_name(toy: Toy) -> None:
+    async with toy.gateway() as call:
+        toy.held = []
+        call.submit("a", [1], 60)
+        await until(lambda: bool(toy.held))
+        step, _, allowed = toy.driver.late() or (0, 0.0, 0.0)
+        assert step and allowed >= 2
+        toy.driver.break_off(StageLost("stage 1 is gone", node="b", layers=[2, 3]))
+        error = await call.end("a")
+        assert error.code == "stage_lost" and json.loads(error.details_json) == {
+            "node": "b",
+            "layers": [2, 3],
+        }
+        call.submit("b", [1], 2)
+        assert (await call.end("b")).code == "stage_lost"
+
+
+async def test_a_hello_of_another_plan_is_refused(toy: Toy) -> None:
+    async with toy.gateway(digest="other") as call:
+        await asyncio.sleep(0.02)
+    assert call.aborted is not None and "another plan" in call.aborted[1]
+
+
+async def test_an_outbox_joins_tokens_and_gives_a_deaf_gateway_up() -> None:
+    box = Outbox()
+    for index in range(1000):
+        box.token("a", 1, index, generate_pb2.Token(id=index))
+    box.put(generate_pb2.DriverEvent(finished=generate_pb2.Finished(request="a", attempt=1, reason="stop")))
+    first = generate_pb2.DriverEvent.FromString(await box.get() or b"")
+    assert [t.id for t in first.tokens.tokens] == list(range(1000))
+    box.token("a", 1, 1000, generate_pb2.Token(id=0))  # the joined event is on its way: a new one
+    assert generate_pb2.DriverEvent.FromString(await box.get() or b"").finished.reason == "stop"
+    for i in range(MAX_EVENTS + 1):
+        box.put(generate_pb2.DriverEvent(started=generate_pb2.Started(request=str(i))))
+    assert await box.get() is None
+
+
+def test_pace_scales_and_forgets() -> None:
+    pace = Pace()
+    assert pace.allowance(1) == 30.0
+    pace.observe(1, 0.5)
+    assert pace.allowance(1) == 2.5
+    assert pace.predict(8) == pytest.approx(4.0)
+    for _ in range(400):
+        pace.observe(1, 0.01)
+    assert pace.allowance(1) == 2.0
