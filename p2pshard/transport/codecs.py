@@ -46,7 +46,7 @@ class Raw(Codec):
 
     def encode(self, array: Array) -> memoryview:
         flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
-        return memoryview(flat.view(np.uint8))
+        return flat.view(np.uint8).data
 
     def decode(self, data: bytearray, offset: int, dtype: str, shape: tuple[int, ...]) -> Array:
         little = np.dtype(dtype).newbyteorder("<")
