@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from p2pshard_node.engine.stage import Row, StageModel, StepBatch
 from safetensors import safe_open
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-from p2pshard_node.engine.stage import Row, StageModel, StepBatch
 
 torch.set_num_threads(1)
 
@@ -69,7 +69,9 @@ class DirectoryWeights:
         return tensor.to(dtype)
 
 
-def load(weights: Any, config: dict[str, Any], layers: tuple[int, int], count: int, **changes: Any) -> StageModel:
+def load(
+    weights: Any, config: dict[str, Any], layers: tuple[int, int], count: int, **changes: Any
+) -> StageModel:
     """Layers [first, last] of `count`, with the embedding and head where they belong."""
     settings: dict[str, Any] = {
         "layers": layers,
@@ -87,7 +89,7 @@ def split(weights: Any, config: dict[str, Any], starts: Sequence[int], **changes
     """Stages that begin at layers 0 and `starts`."""
     count = int(config["num_hidden_layers"])
     edges = [0, *starts, count]
-    return [load(weights, config, (a, b - 1), count, **changes) for a, b in zip(edges, edges[1:], strict=False)]
+    return [load(weights, config, (a, b - 1), count, **changes) for a, b in pairwise(edges)]
 
 
 def step(stages: Sequence[StageModel], rows: Sequence[Row], ids: Sequence[int]) -> np.ndarray:

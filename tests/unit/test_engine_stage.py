@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from p2pshard_node.engine.quant import Int8Linear, PlainProduct, best_product, is_exact
+from p2pshard_node.engine.stage import Row, StageModel, StepBatch
 
 from p2pshard.errors import InvalidRequest, ModelCorrupt, ProtocolError, UnsupportedModel
-from p2pshard_node.engine.stage import Row, StageModel, StepBatch
-from tests.unit.engine_helpers import LLAMA, DirectoryWeights, close, expected, load, reference, run, split, step, tokens
+from tests.unit.engine_helpers import (
+    LLAMA,
+    DirectoryWeights,
+    close,
+    expected,
+    load,
+    reference,
+    run,
+    split,
+    step,
+    tokens,
+)
 
 ALL_BLOCKS = tuple(range(32))
 
@@ -88,7 +101,7 @@ def test_ragged_batch_with_scattered_blocks(whole: Any, folder: Path) -> None:
     tables = [(7,), (3, 1), (20, 19, 30, 0), (10, 11, 12, 13, 14)]
     wants = [expected(whole, p) for p in prompts]
     rows = [Row(i, 0, len(p), t, "sample") for i, (p, t) in enumerate(zip(prompts, tables, strict=True))]
-    logits = step(stages, rows, sum(prompts, []))
+    logits = step(stages, rows, [*chain(*prompts)])
     close(logits, np.stack([w[-1] for w in wants]))
 
     # next step: sequence 0 and 2 go on, a new one is prefilled without output, 3 decodes
@@ -99,7 +112,7 @@ def test_ragged_batch_with_scattered_blocks(whole: Any, folder: Path) -> None:
         Row(4, 0, 6, (8, 2), "none"),
         Row(3, 16, 1, (10, 11, 12, 13, 14), "sample"),
     ]
-    logits = step(stages, rows, sum(more, []))
+    logits = step(stages, rows, [*chain(*more)])
     histories = [prompts[0] + [5], prompts[2] + [9], prompts[3] + [3]]
     close(logits, np.stack([expected(whole, h)[-1] for h in histories]))
     # a step without any output gives no logits, and the chunk it left behind is used
@@ -184,7 +197,10 @@ def test_int8_bytes(folder: Path) -> None:
 
 
 # -- refusals -------------------------------------------------------------------------------------
-def test_a_state_between_tokens_is_found_by_running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_state_between_tokens_is_found_by_running(
+    dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing in the structure tells: the layer looks at the token before, and chunks lose it."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -194,8 +210,8 @@ def test_a_state_between_tokens_is_found_by_running(folder: Path, monkeypatch: p
         return plain(self, x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
 
     monkeypatch.setattr(LlamaMLP, "forward", shifted)
-    with pytest.raises(UnsupportedModel, match="llama is not supported: chunks of 7 tokens differ"):
-        load(DirectoryWeights(folder), LLAMA, (0, 2), 6)
+    with pytest.raises(UnsupportedModel, match=r"llama is not supported: chunks of \d tokens? differ"):
+        load(DirectoryWeights(folder), LLAMA, (0, 2), 6, dtype=dtype)
 
 
 def test_changes_on_entry_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +292,36 @@ def test_fingerprint_is_of_the_kernels(folder: Path) -> None:
     assert first.fingerprint == last.fingerprint
     other = load(DirectoryWeights(folder), LLAMA, (0, 0), 6, dtype="bfloat16")
     assert other.fingerprint != first.fingerprint
+
+
+def test_products_are_exact_and_a_saturating_one_is_found() -> None:
+    assert is_exact(PlainProduct)
+    assert is_exact(best_product())
+
+    class Saturating(PlainProduct):
+        """Sums stop at 16 bits, as those of pairs do on processors without VNNI."""
+
+        def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+            most = 32767 * 2.0**-7 / 127
+            return super().__call__(x_TK).clamp(-most, most)
+
+    assert not is_exact(Saturating)
+
+
+def test_int8_linear_of_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both products, in one piece or many, within the rounding of 127 steps; no rows give no rows."""
+    monkeypatch.setattr("p2pshard_node.engine.quant.PIECE_ELEMENTS", 48 * 10)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(37, 48, generator=generator)
+    bias = torch.nn.Parameter(torch.randn(37, generator=generator), requires_grad=False)
+    x = torch.randn(2, 3, 48, generator=generator)
+    want = torch.nn.functional.linear(x, weight, bias)
+    results = []
+    for product in (PlainProduct, best_product()):
+        layer = Int8Linear(lambda a, b: weight[a:b], 37, 48, bias, product)
+        got = layer(x)
+        assert (got - want).norm() / want.norm() < 0.015
+        assert layer(x[:0]).shape == (0, 3, 37)
+        assert layer.nbytes == 37 * 48 + 37 * 4
+        results.append(got)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0.05)

@@ -1,29 +1,50 @@
-"""Every architecture: cut in two and three and fed in chunks it equals plain transformers, or is refused by name."""
+"""Every architecture: cut in two and three, fed in chunks, it equals plain transformers; or it is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.unit.engine_helpers import LLAMA, DirectoryWeights, close, expected, reference, run, split, tokens
-
-from p2pshard.errors import UnsupportedModel
 from p2pshard_node.engine import build as build_module
 from p2pshard_node.engine.stage import StageModel
 
+from p2pshard.errors import UnsupportedModel
+from tests.unit.engine_helpers import LLAMA, DirectoryWeights, close, expected, reference, run, split, tokens
+
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-BASE: dict[str, Any] = {**LLAMA, "num_hidden_layers": 4, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
-MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+BASE: dict[str, Any] = {
+    **LLAMA,
+    "num_hidden_layers": 4,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 
 EXACT: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 7},
     "qwen2": {},
-    "qwen2-sliding": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen2-sliding": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+    },
     "qwen3": {},
     "qwen3_moe": MOE,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+    "gemma2": {
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 3.0,
+        "attn_logit_softcapping": 2.0,
+    },
     "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
     "phi3": {},
     "olmo2": {},
@@ -91,7 +112,9 @@ def test_cut_and_chunked_equals_whole(name: str, tmp_path: Any) -> None:
     want = expected(whole, ids)
     for starts in ([2], [1, 3]):
         stages = split(weights, config, starts)
-        assert all(stage.numerics in ("invariant", "tolerant") and len(stage.fingerprint) == 64 for stage in stages)
+        assert all(
+            stage.numerics in ("invariant", "tolerant") and len(stage.fingerprint) == 64 for stage in stages
+        )
         for chunk in (19, 7, 1):
             ends = [min(i + chunk, 19) - 1 for i in range(0, 19, chunk)]
             close(run(stages, ids, chunk), want[ends])

@@ -21,7 +21,8 @@ from p2pshard_node.engine.kv import KvPool
 __all__ = ["ATTENTION", "STEP", "AttentionStep", "RowSpan", "Step", "attend"]
 
 ATTENTION = "p2pshard"
-#: Queries of one row handled at once, and most scores of one product: both bound the temporaries of long prompts.
+#: Queries of one row handled at once, and most scores of one product: both bound the temporaries of long
+#: prompts.
 QUERY_BLOCK = 128
 MAX_SCORES = 1 << 21
 
@@ -184,7 +185,8 @@ class AttentionStep:
     def _mask(
         self, row: RowSpan, begin: int, end: int, window: int, device: torch.device
     ) -> tuple[int, int, torch.Tensor]:
-        """Keys [low, high) that queries [begin, end) of a row may see, and which (bool, True: seen). Shared by the layers."""
+        """Keys [low, high) that queries [begin, end) of a row may see, and which (bool, True: seen). Shared
+        by the layers."""
         low = max(0, row.start + begin - window + 1) if window else 0
         high = row.start + end
         name = (row.first, begin, end, low, window)
@@ -202,7 +204,8 @@ class AttentionStep:
 def _decode(
     row: RowSpan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int
 ) -> torch.Tensor:
-    """One query sees all keys: the heads that share a key head stand in for a query length, so no key is copied."""
+    """One query sees all keys: the heads that share a key head stand in for a query length, so no key is
+    copied."""
     low = max(0, row.end - window) if window else 0
     heads, shared = query.shape[1], keys.shape[1]
     grouped = query.reshape(1, shared, heads // shared, query.shape[-1])

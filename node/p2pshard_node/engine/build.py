@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,16 +49,17 @@ class WantedRows(nn.Module):
 
     def forward(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         take = getattr(STEP.get(), "take", None)
-        return self.norm(hidden_BTD if take is None else hidden_BTD.index_select(1, take))
+        wanted = hidden_BTD if take is None else hidden_BTD.index_select(1, take)
+        return cast(torch.Tensor, self.norm(wanted))
 
 
 @dataclass
 class StageModules:
     """The pruned model and what is known about it."""
 
-    model: nn.Module
+    model: Any
     """``...ForCausalLM``; parameters on meta until loaded."""
-    base: nn.Module
+    base: Any
     """The decoder inside it, with ``layers``, ``embed_tokens`` and ``norm``."""
     part: Part
     dtype: torch.dtype
@@ -81,7 +82,7 @@ class StageModules:
 def build(config: Mapping[str, Any], part: Part, dtype: torch.dtype) -> StageModules:
     """Build, prune and dry-run on meta. Raises `UnsupportedModel` with the reason; reads no weights."""
     check_config(config)
-    model = compat.build_on_meta(config, ATTENTION, dtype)
+    model: Any = compat.build_on_meta(config, ATTENTION, dtype)
     base = model.base_model
     name = model.config.model_type
     layers = getattr(base, "layers", None)
@@ -121,7 +122,22 @@ def build(config: Mapping[str, Any], part: Part, dtype: torch.dtype) -> StageMod
 # -- dry run --------------------------------------------------------------------------------------
 #: Arguments of an attention call that we honour, or that say nothing about the result.
 _KNOWN = frozenset(
-    ["scaling", "sliding_window", "softcap", "s_aux", "dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "cache", "past_key_values"]
+    [
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "position_embeddings",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "cache_position",
+        "cache",
+        "past_key_values",
+    ]
 )
 
 
@@ -144,7 +160,8 @@ class _Recorder:
 
 
 def _dry_run(modules: StageModules) -> None:
-    """One token through the stage on meta: exactly one of our attention calls in each layer, with arguments we know."""
+    """One token through the stage on meta: exactly one of our attention calls in each layer, with arguments
+    we know."""
     name, part = modules.config.model_type, modules.part
 
     def refuse(reason: str) -> UnsupportedModel:
@@ -223,6 +240,7 @@ def _check_entry(modules: StageModules, device: str) -> None:
     if not torch.equal(out, hidden):
         name = modules.config.model_type
         raise UnsupportedModel(
-            f"{name} is not supported: it changes the hidden state before its layers, which a later stage would do again",
+            f"{name} is not supported: it changes the hidden state before its layers, "
+            "which a later stage would do again",
             architecture=name,
         )

@@ -1,7 +1,7 @@
 """Every call of torch or transformers that is private, deprecated or otherwise not promised lives here alone.
 
-Written against transformers 5.20 to 5.24 and torch 2.9 to 2.13. When an upgrade breaks the engine, this is the
-file to read.
+Written against transformers 5.20 to 5.24 and torch 2.9 to 2.13. When an upgrade breaks the engine, this is
+the file to read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,17 +41,21 @@ __all__ = [
 ]
 
 
+_FROM_CONFIG: Callable[..., Any] = AutoModelForCausalLM.from_config
+
+
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make `function` selectable as ``attn_implementation=name``. No mask function goes with it: the mask is None."""
+    """Make `function` selectable as ``attn_implementation=name``. No mask function goes with it: the mask is
+    None."""
     AttentionInterface.register(name, function)
 
 
-def build_on_meta(config: Mapping[str, Any], attention: str, dtype: torch.dtype) -> nn.Module:
+def build_on_meta(config: Mapping[str, Any], attention: str, dtype: torch.dtype) -> Any:
     """The causal language model of a configuration, without memory for any weight.
 
     Code that a repository brings along (``auto_map``) is never run. Raises `UnsupportedModel`.
     """
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"architecture {model_type!r} is not known to the installed transformers")
     values = {k: v for k, v in config.items() if k not in ("auto_map", "model_type", "transformers_version")}
@@ -62,7 +67,7 @@ def build_on_meta(config: Mapping[str, Any], attention: str, dtype: torch.dtype)
         ) from error
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(parsed, attn_implementation=attention, dtype=dtype)
+            model = _FROM_CONFIG(parsed, attn_implementation=attention, dtype=dtype)
     except (ValueError, KeyError, AttributeError, ImportError) as error:
         raise UnsupportedModel(
             f"transformers cannot build {model_type!r} as a causal language model: {error}"
@@ -71,17 +76,17 @@ def build_on_meta(config: Mapping[str, Any], attention: str, dtype: torch.dtype)
 
 
 @contextmanager
-def shape_only_experts(model: nn.Module) -> Iterator[None]:
+def shape_only_experts(model: Any) -> Iterator[None]:
     """Mixtures of experts run on the meta device within: their default kernel has no float32 form there."""
-    able = model._can_set_experts_implementation()  # type: ignore[operator]
+    able = model._can_set_experts_implementation()
     before = model.config._experts_implementation
     if able:
-        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+        model.set_experts_implementation("batched_mm")
     try:
         yield
     finally:
         if able:
-            model.set_experts_implementation(before)  # type: ignore[operator]
+            model.set_experts_implementation(before)
 
 
 def float32_names(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
@@ -94,21 +99,23 @@ def float32_names(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(sorted(kept))
 
 
-def initialise_buffers(model: nn.Module, device: str) -> None:
-    """Compute what no file holds (rotary frequencies); every parameter and persistent buffer is there already."""
+def initialise_buffers(model: Any, device: str) -> None:
+    """Compute what no file holds (rotary frequencies); every parameter and persistent buffer is there
+    already."""
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor._is_hf_initialized = True  # type: ignore[union-attr]
-    model._move_missing_keys_from_meta_to_device(set(), {"": device}, None, None)  # type: ignore[operator]
+        tensor._is_hf_initialized = True
+    model._move_missing_keys_from_meta_to_device(set(), {"": device}, None, None)
     with torch.no_grad():
-        model.initialize_weights()  # type: ignore[operator]
+        model.initialize_weights()
 
 
 def strip_wrappers(module: nn.Module) -> None:
-    """Call the modules' own ``forward``, without the wrappers that warn of old argument names (0.1 ms a layer)."""
+    """Call the modules' own ``forward``, without the wrappers that warn of old argument names (0.1 ms a
+    layer)."""
     for child in module.modules():
         function = inspect.unwrap(type(child).forward, stop=lambda f: not _only_renames(f))
         if function is not type(child).forward:
-            child.forward = types.MethodType(function, child)  # type: ignore[method-assign]
+            child.forward = types.MethodType(function, child)
 
 
 def _only_renames(function: Callable[..., Any]) -> bool:
@@ -133,8 +140,9 @@ class NamePlan:
     fused: list[Fusion] = field(default_factory=list)
 
 
-def map_names(model: nn.Module, names: Iterable[str], known: Mapping[str, torch.Tensor]) -> NamePlan:
-    """Where each of the files' names goes; `known`: the state dict of the whole model. Names of other parts are left out."""
+def map_names(model: Any, names: Iterable[str], known: dict[str, torch.Tensor]) -> NamePlan:
+    """Where each of the files' names goes; `known`: the state dict of the whole model. Names of other parts
+    are left out."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -163,17 +171,19 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in name.split(".")]
 
 
-def fuse(fusion: Fusion, model: nn.Module, load: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+def fuse(fusion: Fusion, model: Any, load: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Parameter → tensor, made of what `load` gives for the file's names."""
+    converter: Any = fusion.converter
     for name, pattern in fusion.sources:
-        fusion.converter.add_tensor(fusion.target, name, pattern, lambda name=name: load(name))  # type: ignore[misc]
-    made = fusion.converter.convert(fusion.target, model=model, config=model.config)
+        converter.add_tensor(fusion.target, name, pattern, partial(load, name))
+    made = converter.convert(fusion.target, model=model, config=model.config)
     return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
 
 
 # -- int8 product ---------------------------------------------------------------------------------
 def int8_prepack(weight_NK: torch.Tensor, scale_N: torch.Tensor) -> Any:
-    """fbgemm's packed form of int8 `weight_NK` with one scale a row. Raises `RuntimeError` where the engine lacks it."""
+    """fbgemm's packed form of int8 `weight_NK` with one scale a row. Raises `RuntimeError` where the engine
+    lacks it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.13 announces the end of quantised tensors
         quantised = torch._make_per_channel_quantized_tensor(
@@ -183,4 +193,6 @@ def int8_prepack(weight_NK: torch.Tensor, scale_N: torch.Tensor) -> Any:
 
 
 #: ``(x_TK float32, step, zero point, packed) -> float32 [T, N]``: quantises x, multiplies in int32, scales
-int8_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+int8_product: Callable[[torch.Tensor, float, int, Any], torch.Tensor] = (
+    torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+)

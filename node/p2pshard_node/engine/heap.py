@@ -1,7 +1,7 @@
 """Freed memory goes back to the system while a model loads.
 
-glibc keeps freed blocks of up to 32 MB for reuse. Conversion frees many, between allocations that stay, so a third of
-an int8 model's size would be held for nothing and counted against the node's budget.
+glibc keeps freed blocks of up to 32 MB for reuse. Conversion frees many, between allocations that stay, so a
+third of an int8 model's size would be held for nothing and counted against the node's budget.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _AFTERWARDS = 32 * 2**20
 
 @contextmanager
 def returned_at_once() -> Iterator[None]:
-    """Within, blocks above 128 KiB are mapped one by one and unmapped when freed. Nothing happens without glibc."""
+    """Within, blocks above 128 KiB are mapped one by one and unmapped when freed. Nothing happens without
+    glibc."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "mallopt"):
         yield

@@ -27,7 +27,8 @@ class KvShape:
 class KvPool:
     """`blocks` blocks of `block_size` tokens a layer; slot = block x block_size + offset.
 
-    ``keys[layer]``: [slots, heads, key_width], ``values[layer]``: [slots, heads, value_width], in the compute dtype.
+    ``keys[layer]``: [slots, heads, key_width], ``values[layer]``: [slots, heads, value_width], in the
+    compute dtype.
     """
 
     def __init__(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -16,10 +17,15 @@ from p2pshard_node.engine.quant import Int8Linear, WideEmbedding, row_blocks
 
 __all__ = ["Weights", "load_weights", "weight_bytes"]
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 #: Small linear layers that decide which expert runs: never quantised.
 _ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+
+
+class Rows(Protocol):
+    """Rows [first, end) of one tensor."""
+
+    def __call__(self, first: int, end: int, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class Weights(Protocol):
@@ -30,7 +36,8 @@ class Weights(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def load(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """In `dtype`; with `rows`, only [first, end) of the first axis. Reads no more than it returns needs."""
+        """In `dtype`; with `rows`, only [first, end) of the first axis. Reads no more than it returns
+        needs."""
 
 
 def load_weights(
@@ -43,8 +50,8 @@ def load_weights(
 ) -> None:
     """Give every parameter of `modules` its value.
 
-    At no time is there more than one row block of a matrix beside what stays (one stack of experts where they have to
-    be joined). Raises `ModelCorrupt` when a tensor is missing or has another shape.
+    At no time is there more than one row block of a matrix beside what stays (one stack of experts where
+    they have to be joined). Raises `ModelCorrupt` when a tensor is missing or has another shape.
     """
     if int8 and device != "cpu":
         raise UnsupportedModel(
@@ -70,6 +77,7 @@ class _Loader:
             progress,
         )
         self.model = modules.model
+        self.embedding = f"{modules.model.base_model_prefix}.embed_tokens.weight"
         self.kept = compat.float32_names(modules.model, modules.dtype)
         self.wanted = {k: tuple(v.shape) for k, v in modules.model.state_dict().items()}
         self.total = sum(v.numel() for v in modules.model.state_dict().values())
@@ -82,46 +90,43 @@ class _Loader:
         if self.modules.part.head and self.modules.tied:
             # a tied head is the embedding's tensor, whether or not the file also names it
             shared = self.modules.part.embedding and not self.int8
-            if EMBEDDING in plan.direct:
-                plan.direct[HEAD] = plan.direct[EMBEDDING]
+            if self.embedding in plan.direct:
+                plan.direct[HEAD] = plan.direct[self.embedding]
             if shared:
                 missing.discard(HEAD)
                 plan.direct.pop(HEAD, None)
         for target, source in plan.direct.items():
             if target not in self.wanted:
                 continue
-            if self.weights.shape(source) != self.wanted[target]:
-                raise ModelCorrupt(
-                    f"tensor {source} has shape {self.weights.shape(source)}, the configuration asks for {self.wanted[target]}"
-                )
-            self._place(
-                target, lambda first, end, dtype, source=source: self._rows(source, first, end, dtype)
-            )  # type: ignore[misc]
+            shape, asked = self.weights.shape(source), self.wanted[target]
+            if shape != asked:
+                raise ModelCorrupt(f"tensor {source} has shape {shape}, the configuration asks for {asked}")
+            self._place(target, partial(self._rows, source))
             missing.discard(target)
         for fusion in plan.fused:
             if fusion.target not in self.wanted:
                 continue
-            dtype = self._dtype(fusion.target)
-            made = compat.fuse(fusion, self.model, lambda name, dtype=dtype: self.weights.load(name, dtype))  # type: ignore[misc]
+            made = compat.fuse(
+                fusion, self.model, partial(self.weights.load, dtype=self._dtype(fusion.target))
+            )
             for target in list(made):
                 tensor = made.pop(target)
-                if target not in self.wanted or tuple(tensor.shape) != self.wanted[target]:
+                shape, asked = tuple(tensor.shape), self.wanted.get(target, ())
+                if shape != asked:
                     raise ModelCorrupt(
-                        f"{target} was made in shape {tuple(tensor.shape)}, not {self.wanted.get(target, 'known to this model')}"
+                        f"{target} was made in shape {shape}, the configuration asks for {asked}"
                     )
-                self._place(
-                    target,
-                    lambda first, end, dtype, t=tensor: t[first:end].to(dtype) if t.ndim else t.to(dtype),
-                    tensor,
-                )  # type: ignore[misc]
+                self._place(target, partial(_slice, tensor), tensor)
                 missing.discard(target)
         if missing:
             names = sorted(missing)
             raise ModelCorrupt(
-                f"{len(names)} tensors are missing from the model's files: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+                f"{len(names)} tensors are missing from the model's files: "
+                + ", ".join(names[:5])
+                + (" ..." if len(names) > 5 else "")
             )
         if shared:
-            self.model.lm_head.weight = self.modules.base.embed_tokens.weight  # type: ignore[union-attr]
+            self.model.lm_head.weight = self.modules.base.embed_tokens.weight
         if self.int8 and self.modules.part.embedding:
             self.modules.base.embed_tokens = WideEmbedding(self.modules.base.embed_tokens)
 
@@ -131,13 +136,13 @@ class _Loader:
 
     def _dtype(self, target: str) -> torch.dtype:
         if self.int8:
-            return torch.bfloat16 if target == EMBEDDING else torch.float32
+            return torch.bfloat16 if target == self.embedding else torch.float32
         return torch.float32 if any(part in target for part in self.kept) else self.modules.dtype
 
     def _place(
         self,
         target: str,
-        rows: Callable[[int, int, torch.dtype], torch.Tensor],
+        rows: Rows,
         made: torch.Tensor | None = None,
     ) -> None:
         path, _, leaf = target.rpartition(".")
@@ -146,7 +151,8 @@ class _Loader:
         linear = isinstance(owner, nn.Linear) and leaf == "weight"
         if linear and self.int8 and not _ROUTERS.search(path):
             parent, _, name = path.rpartition(".")
-            quantised = Int8Linear(lambda a, b: rows(a, b, torch.float32), shape[0], shape[1], owner.bias)  # type: ignore[arg-type]
+            bias = cast("nn.Parameter | None", owner.bias)
+            quantised = Int8Linear(partial(rows, dtype=torch.float32), shape[0], shape[1], bias)
             setattr(self.model.get_submodule(parent), name, quantised)
         else:
             # float32 products of one token run a third faster over columns; the values are the same
@@ -154,7 +160,7 @@ class _Loader:
                 dtype == torch.float32
                 and self.device == "cpu"
                 and len(shape) == 2
-                and (linear or target == EMBEDDING)
+                and (linear or target == self.embedding)
             )
             if made is not None and not by_columns:
                 value = made.to(device=self.device, dtype=dtype)
@@ -172,7 +178,7 @@ class _Loader:
 
     def _fill(
         self,
-        rows: Callable[[int, int, torch.dtype], torch.Tensor],
+        rows: Rows,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         by_columns: bool,
@@ -195,8 +201,12 @@ class _Loader:
         return value
 
 
+def _slice(tensor: torch.Tensor, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    return (tensor[first:end] if tensor.ndim else tensor).to(dtype)
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights: each storage once, int8 matrices with their scales, no computed buffers."""
     persistent = model.state_dict(keep_vars=True).values()
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *persistent)}
+    tensors: dict[int, int] = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *persistent)}
     return sum(tensors.values()) + sum(m.nbytes for m in model.modules() if isinstance(m, Int8Linear))

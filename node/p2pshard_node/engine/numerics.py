@@ -1,8 +1,8 @@
 """Does a stage give the same whatever the chunks and the batch, and are its kernels another machine's?
 
-`check_chunks` runs a stage's own modules over its own pool. `golden` runs a small fixed model, with the same kernels
-and dtype on every machine, and hashes all that comes out: two stages whose fingerprints are equal and invariant may be
-mixed and moved without a bit changing.
+`check_chunks` runs a stage's own modules over its own pool. `golden` runs a small fixed model, with the same
+kernels and dtype on every machine, and hashes all that comes out: two stages whose fingerprints are equal
+and invariant may be mixed and moved without a bit changing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from p2pshard.errors import UnsupportedModel
 
 __all__ = ["GOLDEN_CONFIG", "Golden", "GoldenWeights", "check_chunks", "golden"]
 
-#: ``run([(start, values), ...]) -> [values, ...]``: one step of sequences 0, 1, ... of the pool. Values are float32
-#: hidden states [n, D], or int32 token ids [n] for a stage with the embedding; results are hidden states.
+#: ``run([(start, values), ...]) -> [values, ...]``: one step of sequences 0, 1, ... of the pool. Values are
+#: float32 hidden states [n, D], or int32 token ids [n] for a stage with the embedding; results are hidden
+#: states.
 Run = Callable[[Sequence[tuple[int, np.ndarray]]], list[np.ndarray]]
 
-#: Largest relative difference of a token's hidden state between chunked and whole. Of all tokens in float32; of the
-#: median token otherwise, where one rounding may send a token to another expert.
-TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2, "int8": 5e-2}
+#: Largest relative difference of a token's hidden state between chunked and whole: of all tokens in float32;
+#: of the median token otherwise, where a rounding may send one token to another expert. Measured on real
+#: models: 3e-6, 1e-2 in bfloat16, and 0.15 in int8 over 18 layers (each flipped rounding of an activation is
+#: carried on); a lost state changes about half of a token's hidden state, in every dtype.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 3.5e-1}
 
 _LENGTH, _SINGLE = 15, 6
 
@@ -33,7 +36,8 @@ def check_chunks(run: Run, values: np.ndarray, *, sequences: int, dtype: str, ar
     """Whether chunks of 7 and of 1, and a second row beside, leave every bit as it is in one piece.
 
     `values`: up to 15 tokens for one sequence; `sequences`: how many of that length the pool holds. Raises
-    `UnsupportedModel` when the difference is more than rounding: the stage mixes tokens in a way we do not keep.
+    `UnsupportedModel` when the difference is more than rounding: the stage mixes tokens in a way we do not
+    keep.
     """
     count = min(_LENGTH, len(values))
     values = values[:count]
@@ -59,7 +63,8 @@ def _compare(whole: np.ndarray, parts: np.ndarray, how: str, dtype: str, archite
     worst = float(distance.max() if dtype == "float32" else np.median(distance))
     if not worst <= TOLERANCE[dtype]:
         raise UnsupportedModel(
-            f"{architecture} is not supported: {how} differ from the whole by {worst:.1e} (allowed: {TOLERANCE[dtype]:.0e}), "
+            f"{architecture} is not supported: {how} differ from the whole by {worst:.1e} "
+            f"(allowed: {TOLERANCE[dtype]:.0e}), "
             "so its layers keep a state between tokens that this engine does not",
             architecture=architecture,
         )
@@ -131,12 +136,14 @@ class Golden:
 
 
 def golden(run: Run, dtype: str) -> Golden:
-    """Judge the kernels by the golden model, whose step is `run` (with at least eight sequences of 64 tokens)."""
+    """Judge the kernels by the golden model, whose step is `run` (with at least eight sequences of 64
+    tokens)."""
     ids = (np.arange(_TOKENS, dtype=np.int32) * 37 + 11) % GOLDEN_CONFIG["vocab_size"]  # type: ignore[operator]
     results = [
         np.concatenate([run([(i, ids[i : i + n])])[0] for i in range(0, _TOKENS, n)]) for n in (64, 7, 1)
     ]
-    # after the last run, sequence 0 holds every position; the others are given theirs, then all take one more step
+    # after the last run, sequence 0 holds every position; the others are given theirs, then all take one
+    # more step
     run([(0, ids[:-1])] * 8)
     last = [run([(_TOKENS - 1, ids[-1:])] * batch) for batch in (1, 2, 3, 8)]
     whole = results[0]

@@ -1,15 +1,15 @@
 """Linear layers of int8 weights: one scale an output channel, one dynamic scale a token.
 
-y[t, n] = s[t] w[n] sum_k q[t, k] v[n, k], with q = round(127 x / max|x|) and v the stored int8 weights. The sum is an
-int32 and exact, whichever of the two products computes it: fbgemm's packed one, or plain ``torch._int_mm`` where
-fbgemm is missing or saturates (as its kernels for processors without VNNI may).
+y[t, n] = s[t] w[n] sum_k q[t, k] v[n, k], with q = round(127 x / max|x|) and v the stored int8 weights. The
+sum is an int32 and exact, whichever of the two products computes it: fbgemm's packed one, or plain
+``torch._int_mm`` where fbgemm is missing or saturates (as its kernels for processors without VNNI may).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,12 +22,14 @@ __all__ = [
     "PlainProduct",
     "WideEmbedding",
     "best_product",
+    "is_exact",
     "quantise_rows",
     "row_blocks",
 ]
 
 STEP = 1.0 / 127
-#: Most float elements of a matrix held at once while it is converted, and most rows x columns packed together.
+#: Most float elements of a matrix held at once while it is converted, and most rows x columns packed
+#: together.
 BLOCK_ELEMENTS = 1 << 21
 PIECE_ELEMENTS = 1 << 24
 
@@ -128,7 +130,8 @@ class Int8Linear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of the weights and their scales. A packed form pads its rows by up to 15 % beyond, at widths below 1,000."""
+        """Of the weights and their scales. A packed form pads its rows by up to 15 % beyond, at widths below
+        1,000."""
         return self.out_features * self.in_features + 4 * self.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,13 +149,15 @@ class Int8Linear(nn.Module):
 
 
 class WideEmbedding(nn.Module):
-    """An embedding whose table is stored in bfloat16 and whose result is computed, scaling included, in float32."""
+    """An embedding whose table is stored in bfloat16 and whose result is computed, scaling included, in
+    float32."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
         self.embedding = embedding
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.embedding.weight.index_select(0, ids.reshape(-1)).float()  # type: ignore[operator,union-attr]
+        table: Any = self.embedding.weight
+        rows: torch.Tensor = table.index_select(0, ids.reshape(-1)).float()
         order = torch.arange(len(rows)).view(ids.shape)
-        return torch.func.functional_call(self.embedding, {"weight": rows}, (order,))
+        return cast(torch.Tensor, torch.func.functional_call(self.embedding, {"weight": rows}, (order,)))

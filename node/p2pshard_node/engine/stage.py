@@ -98,8 +98,8 @@ class StageModel:
     ) -> StageModel:
         """Load a part of the model behind `source` and check it.
 
-        `layers`: first and last, inclusive. `progress(done, total)` counts weights. Raises `UnsupportedModel` before
-        anything is read where that can be told, `ModelCorrupt`, `InvalidRequest`.
+        `layers`: first and last, inclusive. `progress(done, total)` counts weights. Raises
+        `UnsupportedModel` before anything is read where that can be told, `ModelCorrupt`, `InvalidRequest`.
         """
         from p2pshard_node.engine.gguf_weights import open_weights
 
@@ -139,7 +139,7 @@ class StageModel:
             raise InvalidRequest(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", field="dtype")
         if min(blocks, block_size, chunk_tokens) < 1:
             raise InvalidRequest(
-                f"a pool of {blocks} blocks of {block_size} tokens, {chunk_tokens} a step: each must be 1 or more"
+                f"a pool of {blocks} blocks of {block_size} tokens, {chunk_tokens} a step: not all above 0"
             )
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
@@ -157,9 +157,10 @@ class StageModel:
     def forward(self, batch: StepBatch, hidden_TD: np.ndarray | None) -> np.ndarray:
         """Run one step.
 
-        `hidden_TD`: float32 [T, D] of the stage before, None on the stage with the embedding. Returns float32 [T, D], or
-        with the head float32 logits [R, V], one row for the last token of each `Row` whose output is not ``none``.
-        Raises `ProtocolError` for a step that contradicts itself or the pool, `Internal` when a result is not finite.
+        `hidden_TD`: float32 [T, D] of the stage before, None on the stage with the embedding. Returns
+        float32 [T, D], or with the head float32 logits [R, V], one row for the last token of each `Row`
+        whose output is not ``none``. Raises `ProtocolError` for a step that contradicts itself or the pool,
+        `Internal` when a result is not finite.
         """
         spans, slots_T, positions_T = self._plan(batch)
         tokens = len(batch.token_ids)
@@ -183,7 +184,8 @@ class StageModel:
         return self._run(spans, slots_T, positions_T, given, wanted).cpu().numpy()
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks of the pool, (from, to) each, on every layer. Raises `ProtocolError` for a block outside it."""
+        """Copy blocks of the pool, (from, to) each, on every layer. Raises `ProtocolError` for a block
+        outside it."""
         if any(not 0 <= block < self._pool.blocks for pair in pairs for block in pair):
             raise ProtocolError(f"a block to copy is outside the pool of {self._pool.blocks}")
         self._pool.copy_blocks(pairs)
@@ -196,7 +198,7 @@ class StageModel:
             end, blocks = row.start + row.length, row.blocks
             if row.start < 0 or row.length < 1 or end > len(blocks) * size:
                 raise ProtocolError(
-                    f"a row of positions {row.start}-{end - 1} does not fit its {len(blocks)} blocks of {size}"
+                    f"a row of positions {row.start}-{end - 1} is not within {len(blocks)} blocks of {size}"
                 )
             if not (min(blocks) >= 0 and max(blocks) < self._pool.blocks):
                 raise ProtocolError(f"a row names a block outside the pool of {self._pool.blocks}")
@@ -240,11 +242,11 @@ class StageModel:
                 out = model(**arguments, position_ids=positions_T.unsqueeze(0), use_cache=False)
                 if take is not None and not logits:
                     return torch.empty(0, self.vocab_size)
-                result = (out.logits if logits else out.last_hidden_state)[0].float()
+                result: torch.Tensor = (out.logits if logits else out.last_hidden_state)[0].float()
                 if not bool(torch.isfinite(result).all()):
                     raise Internal(
-                        f"layers {modules.part.first}-{modules.part.last} gave a number that is not finite in {self.dtype}"
-                        + ("; use bfloat16 or float32" if self.dtype == "float16" else "")
+                        f"layers {modules.part.first}-{modules.part.last} gave a number that is not finite "
+                        f"in {self.dtype}" + ("; use bfloat16 or float32" if self.dtype == "float16" else "")
                     )
                 return result
         finally:
@@ -258,8 +260,7 @@ class StageModel:
         """
         length = min(15, self._pool.blocks * self._pool.block_size)
         if self._modules.part.embedding:
-            values = (np.arange(length, dtype=np.int64) * 7919 + 13) % self.vocab_size
-            values = values.astype(np.int32)
+            values: np.ndarray = ((np.arange(length) * 7919 + 13) % self.vocab_size).astype(np.int32)
         else:
             values = np.random.default_rng(7).standard_normal((length, self.hidden_size), dtype=np.float32)
         per_sequence = -(-length // self._pool.block_size)
@@ -288,7 +289,8 @@ class StageModel:
         self.fingerprint = judged.fingerprint
 
     def _hidden_states(self, rows: Sequence[tuple[int, np.ndarray]], blocks: int) -> list[np.ndarray]:
-        """Last hidden state of every token of (start, values) rows; row i has the pool's blocks from i x `blocks` on."""
+        """Last hidden state of every token of (start, values) rows; row i has the pool's blocks from i x
+        `blocks` on."""
         batch = StepBatch(
             tuple(
                 Row(i, start, len(values), tuple(range(i * blocks, (i + 1) * blocks)), "none")
