@@ -110,8 +110,7 @@ def initialise_buffers(model: Any, device: str) -> None:
 
 
 def strip_wrappers(module: nn.Module) -> None:
-    """Call the modules' own ``forward``, without the wrappers that warn of old argument names (0.1 ms a
-    layer)."""
+    """Call the modules' own ``forward``, without the wrappers that only warn of old argument names."""
     for child in module.modules():
         function = inspect.unwrap(type(child).forward, stop=lambda f: not _only_renames(f))
         if function is not type(child).forward:

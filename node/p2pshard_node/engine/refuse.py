@@ -28,9 +28,9 @@ _REASONS = {
     for reason, names in {
         _POSITIONS: "biogpt ctrl gpt2 gpt_bigcode gpt_neo openai-gpt opt xglm",
         _BYPASS: "bloom codegen falcon gptj mpt",
-        _RECURRENT: "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 "
-        "minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma "
-        "rwkv xlstm zamba zamba2",
+        _RECURRENT: "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba "
+        "mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
+        "qwen3_next recurrent_gemma rwkv xlstm zamba zamba2",
         _PER_LAYER: "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     }.items()
     for name in names.split()
