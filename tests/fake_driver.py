@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from p2pshard.errors import Conflict, ModelNotFound, NotReady, StageLost
+from p2pshard.errors import Conflict, ModelNotFound, NotReady, P2PShardError, StageLost
 from p2pshard.models.manifest import Manifest
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.transport.channels import add_raw_methods, bind, make_server
@@ -119,7 +119,10 @@ class FakeDriver:
         self.batch = 1
         """Tokens in one message."""
         self.fail_at: int | None = None
-        """Output index at which the request fails as if the second stage were lost."""
+        """Output index at which the request fails with `failure`."""
+        self.failure: P2PShardError = StageLost(
+            "stage 1 (layers 2-3) on node-b is gone", node="node-b", layers=[2, 3]
+        )
         self.skip_at: int | None = None
         self.silent = False
         """Accept streams and never say hello."""
@@ -221,7 +224,7 @@ class FakeDriver:
         return generate_pb2.Finished(request=request.request, attempt=request.attempt, reason=reason)
 
     def _failed(self, name: dict[str, Any]) -> generate_pb2.Failed:
-        wire = StageLost("stage 1 (layers 2-3) on node-b is gone", node="node-b", layers=[2, 3]).to_wire()
+        wire = self.failure.to_wire()
         error = generate_pb2.Error(
             code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
         )

@@ -14,6 +14,7 @@ from p2pshard_node.gateway.gateway import Gateway, Limits
 
 from p2pshard.errors import (
     Cancelled,
+    Conflict,
     ContextExceeded,
     DeadlineExceeded,
     InvalidRequest,
@@ -405,4 +406,11 @@ async def test_close_ends_what_runs_with_a_reason(bench: Bench) -> None:
         await task
     await until(lambda: not bench.driver.running)
     with pytest.raises(NotReady, match="stopping"):
+        await collect(bench.gateway, ask())
+
+
+async def test_a_driver_whose_epoch_ends_names_its_layers(bench: Bench) -> None:
+    bench.driver.delay_s, bench.driver.failure = 0.001, Conflict("epoch 1 is over")
+    bench.driver.fail_at = 3
+    with pytest.raises(StageLost, match=r"layers 0-1.*epoch 1 is over"):
         await collect(bench.gateway, ask())

@@ -74,4 +74,6 @@ class EventStream(Response):
     @staticmethod
     async def _send(send: Send, data: str) -> None:
         event = {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
-        await asyncio.wait_for(send(event), _SEND_TIMEOUT_S)
+        # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the send ends.
+        async with asyncio.timeout(_SEND_TIMEOUT_S):
+            await send(event)

@@ -197,7 +197,7 @@ class Gateway:
             raise ContextExceeded(
                 f"the prompt has {len(prompt_ids)} tokens and the context of {plan.model} has "
                 f"{plan.context}, which must also hold the answer; shorten the prompt or deploy with a "
-                f"larger --context",
+                "larger --context",
                 prompt_tokens=len(prompt_ids),
                 context=plan.context,
             )
@@ -342,7 +342,10 @@ class Gateway:
         elif kind == "started":
             running.state = "running"
         elif kind == "failed":
-            running.fail(error_from_proto(message.error))
+            failure = error_from_proto(message.error)
+            if isinstance(failure, Conflict):  # its worker ends, or another epoch takes its place
+                failure = link.stage_lost(f"serves this epoch no longer ({failure.message})")
+            running.fail(failure)
         elif message.reason in _DRIVER_REASONS:
             running.end(message.reason)
         else:
