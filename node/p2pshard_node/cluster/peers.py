@@ -404,8 +404,9 @@ class Peers:
 def _why(error: grpc.aio.AioRpcError, connected: bool) -> str:
     """A dial's failure in words for people."""
     details = error.details() or ""
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        if connected:
+    mute = "SETTINGS" in details  # gRPC's words for a TCP connection on which nothing comes
+    if mute or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        if connected or mute:
             return f"it accepts the connection and stays silent for {DIAL_S} s: not a p2pshard daemon, or one that hangs"
         return f"no answer within {DIAL_S} s: the machine is off, or a firewall drops the packets"
     if "refused" in details.lower():
