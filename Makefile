@@ -14,7 +14,7 @@ test: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check p2pshard/cli p2pshard/client p2pshard/config.py p2pshard/results.py examples
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p p2pshard
 	$(BIN)/mypy -p p2pshard_node
 	$(BIN)/lint-imports

@@ -25,7 +25,9 @@ from tests.local_cluster import LocalCluster
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--streams", default="1,8")
@@ -48,8 +50,14 @@ def main() -> None:
             for streams in (int(s) for s in options.streams.split(",")):
                 rates = [round_of(client, name, prompt, streams, options.tokens) for _ in range(3)]
                 rate, ttft = (statistics.median(column) for column in zip(*rates, strict=True))
-                rows.append({"streams": streams, "tokens_per_second": round(rate, 1), "ttft_ms": round(ttft, 1)})
-            print(json.dumps({"model": name, "dtype": options.dtype, "nodes": options.nodes, "rows": rows}, indent=1))
+                rows.append(
+                    {"streams": streams, "tokens_per_second": round(rate, 1), "ttft_ms": round(ttft, 1)}
+                )
+            print(
+                json.dumps(
+                    {"model": name, "dtype": options.dtype, "nodes": options.nodes, "rows": rows}, indent=1
+                )
+            )
 
 
 def round_of(client: Client, model: str, prompt: str, streams: int, tokens: int) -> tuple[float, float]:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 __all__ = [
     "Cancelled",
-    "ContextExceeded",
     "Conflict",
+    "ContextExceeded",
     "DeadlineExceeded",
     "DoesNotFit",
     "Internal",
@@ -51,7 +51,11 @@ class P2PShardError(Exception):
 
     def to_wire(self) -> dict[str, Any]:
         """``{code, message, details}``, JSON-safe."""
-        return {"code": self.code, "message": self.message, "details": json.loads(json.dumps(self.details, default=str))}
+        return {
+            "code": self.code,
+            "message": self.message,
+            "details": json.loads(json.dumps(self.details, default=str)),
+        }
 
 
 class Internal(P2PShardError):

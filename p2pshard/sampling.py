@@ -40,9 +40,19 @@ class SamplingParams:
             (0 <= self.top_k <= 2**31, "top_k", "0 or more", self.top_k),
             (0 < self.top_p <= 1, "top_p", "above 0 up to 1", self.top_p),
             (0 <= self.min_p <= 1, "min_p", "0 to 1", self.min_p),
-            (0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 up to 100", self.repetition_penalty),
+            (
+                0 < self.repetition_penalty <= 100,
+                "repetition_penalty",
+                "above 0 up to 100",
+                self.repetition_penalty,
+            ),
             (-100 <= self.presence_penalty <= 100, "presence_penalty", "-100 to 100", self.presence_penalty),
-            (-100 <= self.frequency_penalty <= 100, "frequency_penalty", "-100 to 100", self.frequency_penalty),
+            (
+                -100 <= self.frequency_penalty <= 100,
+                "frequency_penalty",
+                "-100 to 100",
+                self.frequency_penalty,
+            ),
             (0 <= self.seed < 2**64, "seed", "0 to 2^64-1", self.seed),
             (-1 <= self.logprobs <= 20, "logprobs", "-1 to 20", self.logprobs),
         )
@@ -57,4 +67,10 @@ class SamplingParams:
     def from_proto(cls, message: generate_pb2.Sampling) -> SamplingParams:
         """Raises `InvalidRequest`. An empty message is greedy (its zeros of top_p and repetition_penalty mean 1)."""
         values = {k: getattr(message, k) for k in cls.__dataclass_fields__}
-        return cls(**{**values, "top_p": message.top_p or 1.0, "repetition_penalty": message.repetition_penalty or 1.0})
+        return cls(
+            **{
+                **values,
+                "top_p": message.top_p or 1.0,
+                "repetition_penalty": message.repetition_penalty or 1.0,
+            }
+        )

@@ -20,7 +20,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str] | str, every: float = 0.1) -> Any:
+def until(
+    condition: Callable[[], Any], seconds: float, what: Callable[[], str] | str, every: float = 0.1
+) -> Any:
     """The first true value of `condition`; fails naming `what` after `seconds`."""
     end = time.monotonic() + seconds
     value = None
@@ -57,10 +59,17 @@ class Node:
             argv = ["taskset", "-c", str(self.core), *argv]
         for peer in peers:
             argv += ["--peer", peer.address]
-        env = {**os.environ, "P2PSHARD_DATA_PORTS": "0-0", "OMP_NUM_THREADS": "1", "P2PSHARD_MODELS_DIR": str(self.cluster.models)}
+        env = {
+            **os.environ,
+            "P2PSHARD_DATA_PORTS": "0-0",
+            "OMP_NUM_THREADS": "1",
+            "P2PSHARD_MODELS_DIR": str(self.cluster.models),
+        }
         self.cluster.folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+            self.process = subprocess.Popen(
+                argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, start_new_session=True
+            )
 
     @property
     def log_path(self) -> Path:
@@ -71,10 +80,15 @@ class Node:
 
     def cli(self, *argv: str, timeout: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, "-m", "p2pshard.cli", *argv, "--node", self.address], capture_output=True, text=True, timeout=timeout
+            [sys.executable, "-m", "p2pshard.cli", *argv, "--node", self.address],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
         if check and done.returncode:
-            raise AssertionError(f"{argv} gave {done.returncode}\n{done.stdout}\n{done.stderr}\n--- {self.name}\n{self.log()}")
+            raise AssertionError(
+                f"{argv} gave {done.returncode}\n{done.stdout}\n{done.stderr}\n--- {self.name}\n{self.log()}"
+            )
         return done
 
     def json(self, *argv: str, timeout: float = 120) -> Any:

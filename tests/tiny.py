@@ -22,13 +22,24 @@ def write_tokenizer(folder: Path) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        "chat_template": TEMPLATE,
+        "eos_token": "<|im_end|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return len(alphabet) + len(SPECIAL)
 
 
 def write_tiny_llama(
-    folder: Path, *, layers: int = 6, hidden: int = 64, context: int = 2048, seed: int = 0, tied: bool = False, shards: int = 1
+    folder: Path,
+    *,
+    layers: int = 6,
+    hidden: int = 64,
+    context: int = 2048,
+    seed: int = 0,
+    tied: bool = False,
+    shards: int = 1,
 ) -> Path:
     """Save a random llama of 4 heads and 2 KV heads to `folder`, in `shards` files or so. Its greedy text does not soon end."""
     import torch
@@ -52,13 +63,17 @@ def write_tiny_llama(
     return folder
 
 
-def reference_tokens(folder: Path, prompt_ids: list[int], count: int, *, eos: tuple[int, ...] = ()) -> list[int]:
+def reference_tokens(
+    folder: Path, prompt_ids: list[int], count: int, *, eos: tuple[int, ...] = ()
+) -> list[int]:
     """Greedy tokens of the same weights in one process of plain transformers (float32)."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     ids, given = list(prompt_ids), []
     with torch.no_grad():
         for _ in range(count):

@@ -319,7 +319,7 @@ class Gateway:
     async def given(self, name: str, count: int, seconds: float = 30) -> None:
         """Until so many tokens of a request are here."""
         async with asyncio.timeout(seconds):
-            while len(self.tokens[name]) < count:  # noqa: ASYNC110 - polled, for a test
+            while len(self.tokens[name]) < count:
                 await asyncio.sleep(0.01)
 
     async def cancel(self, name: str) -> None:

@@ -262,7 +262,9 @@ def _log_to_stderr(json_lines: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("zeroconf").setLevel(logging.ERROR)  # an interface without multicast is nobody's concern
+    logging.getLogger("zeroconf").setLevel(
+        logging.ERROR
+    )  # an interface without multicast is nobody's concern
     logging.getLogger("p2pshard").setLevel(logging.INFO)
     logging.getLogger("p2pshard_node").setLevel(logging.INFO)
 

@@ -93,7 +93,9 @@ class Devices:
                 self._device = next((d for d in devices if d.get("device") == self._wanted), None)
                 if self._device is None:
                     names = ", ".join(str(d.get("device")) for d in devices) or "none"
-                    _log.error("no device %s on this node; there are: %s. Give another --device", self._wanted, names)
+                    _log.error(
+                        "no device %s on this node; there are: %s. Give another --device", self._wanted, names
+                    )
                     return
             except (P2PShardError, OSError) as error:
                 _log.error("probe failed; trying again in %.0f s: %s", RETRY_S, error)

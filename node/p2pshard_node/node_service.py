@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from p2pshard.errors import Internal, P2PShardError, Refused
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2

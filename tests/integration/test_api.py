@@ -53,7 +53,7 @@ async def api() -> AsyncIterator[Api]:
 
 async def quiet(api: Api, timeout: float = 1.0) -> None:
     async with asyncio.timeout(timeout):
-        while api.driver.running or api.gateway.ps():  # noqa: ASYNC110 (others' state)
+        while api.driver.running or api.gateway.ps():
             await asyncio.sleep(0.01)
 
 

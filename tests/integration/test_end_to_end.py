@@ -17,7 +17,16 @@ from tests.local_cluster import LocalCluster, until
 from tests.tiny import reference_tokens, write_tiny_llama
 
 pytestmark = pytest.mark.timeout(280)
-PROMPTS = ["A", "The river", "One two three four", "x" * 150, "Hello there", "zzzz", "0123456789" * 4, "What now?"]
+PROMPTS = [
+    "A",
+    "The river",
+    "One two three four",
+    "x" * 150,
+    "Hello there",
+    "zzzz",
+    "0123456789" * 4,
+    "What now?",
+]
 
 
 def ids(text: str) -> list[int]:
@@ -43,7 +52,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="module")
 def client(cluster: LocalCluster) -> Iterator[Client]:
     with Client([node.address for node in cluster.nodes]) as client:
-        client.deploy(str(cluster.folder.parent / "tiny"), context=24576, concurrency=2, nodes=3, dtype="float32")
+        client.deploy(
+            str(cluster.folder.parent / "tiny"), context=24576, concurrency=2, nodes=3, dtype="float32"
+        )
         yield client
 
 
@@ -72,18 +83,24 @@ def test_any_node_answers(cluster: LocalCluster, client: Client) -> None:
     texts = set()
     for node in cluster.nodes:
         with Client([node.address]) as other:
-            texts.add(other.generate("tiny", "Any node", max_tokens=12, temperature=0, ignore_eos=True).token_ids)
+            texts.add(
+                other.generate("tiny", "Any node", max_tokens=12, temperature=0, ignore_eos=True).token_ids
+            )
     assert len(texts) == 1
 
 
 def test_eight_at_once_each_equal_their_solo_output(client: Client) -> None:
-    solo = [client.generate("tiny", p, max_tokens=30, temperature=0, ignore_eos=True).token_ids for p in PROMPTS]
+    solo = [
+        client.generate("tiny", p, max_tokens=30, temperature=0, ignore_eos=True).token_ids for p in PROMPTS
+    ]
     for seed in range(2):
         order = list(range(8))
         random.Random(seed).shuffle(order)
 
         def one(i: int) -> tuple[int, ...]:
-            return client.generate("tiny", PROMPTS[i], max_tokens=30, temperature=0, ignore_eos=True).token_ids
+            return client.generate(
+                "tiny", PROMPTS[i], max_tokens=30, temperature=0, ignore_eos=True
+            ).token_ids
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             together = dict(zip(order, pool.map(one, order), strict=True))
@@ -93,7 +110,9 @@ def test_eight_at_once_each_equal_their_solo_output(client: Client) -> None:
 
 def test_seeded_sampling_repeats_and_differs_by_seed(client: Client) -> None:
     def run(seed: int) -> tuple[int, ...]:
-        return client.generate("tiny", "Seeds", max_tokens=24, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True).token_ids
+        return client.generate(
+            "tiny", "Seeds", max_tokens=24, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True
+        ).token_ids
 
     assert run(7) == run(7)
     assert run(7) != run(8)
@@ -115,11 +134,16 @@ def test_a_long_prompt_passes_over_the_nodes(client: Client) -> None:
     settle(client)
 
 
-def test_two_requests_with_room_for_one_run_one_after_the_other(cluster: LocalCluster, client: Client) -> None:
+def test_two_requests_with_room_for_one_run_one_after_the_other(
+    cluster: LocalCluster, client: Client
+) -> None:
     context = 24576
+
     # Each reserves more than half of the two contexts that the pool holds.
     def one(prompt: str) -> int:
-        return client.generate("tiny", prompt, max_tokens=40, temperature=0, ignore_eos=True).completion_tokens
+        return client.generate(
+            "tiny", prompt, max_tokens=40, temperature=0, ignore_eos=True
+        ).completion_tokens
 
     long = "w" * (context - 41)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -131,7 +155,9 @@ def test_cancels_at_random_moments_leave_nothing(client: Client) -> None:
     rng = random.Random(3)
 
     def one(i: int) -> None:
-        stream = client.generate("tiny", f"Request {i}", max_tokens=200, temperature=0.8, seed=i, ignore_eos=True)
+        stream = client.generate(
+            "tiny", f"Request {i}", max_tokens=200, temperature=0.8, seed=i, ignore_eos=True
+        )
         stop_after = rng.randrange(0, 12)
         for count, _ in enumerate(stream):
             if count >= stop_after:
@@ -141,12 +167,19 @@ def test_cancels_at_random_moments_leave_nothing(client: Client) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(100)))
     settle(client, 5)
-    assert client.generate("tiny", "still there", max_tokens=3, temperature=0, ignore_eos=True).completion_tokens == 3
+    assert (
+        client.generate("tiny", "still there", max_tokens=3, temperature=0, ignore_eos=True).completion_tokens
+        == 3
+    )
 
 
-def test_a_killed_worker_is_a_typed_error_and_the_next_run_works(cluster: LocalCluster, client: Client) -> None:
+def test_a_killed_worker_is_a_typed_error_and_the_next_run_works(
+    cluster: LocalCluster, client: Client
+) -> None:
     before = client.generate("tiny", "again", max_tokens=8, temperature=0, ignore_eos=True).token_ids
-    ranks = [r for s in client.status()["deployments"][0]["plan"]["replicas"][0]["stages"] for r in s["ranks"]]
+    ranks = [
+        r for s in client.status()["deployments"][0]["plan"]["replicas"][0]["stages"] for r in s["ranks"]
+    ]
     stream = client.generate("tiny", "A long one", max_tokens=2000, temperature=0, ignore_eos=True)
     pieces = iter(stream)
     for _ in range(5):

@@ -25,18 +25,24 @@ PLAN = plan_pb2.Plan(
     epoch=EPOCH, numerics="tolerant", manifest="0" * 64, model="../x", dtype="float32", context=2**31, concurrency=1,
     block_size=16, blocks=2**31, chunk_tokens=256, layers=6,
 )  # fmt: skip
-STRANGER = pb.NodeInfo(id="stranger", name="s", incarnation=1, nonce="n", protocol=1, version="0", cluster="other")
+STRANGER = pb.NodeInfo(
+    id="stranger", name="s", incarnation=1, nonce="n", protocol=1, version="0", cluster="other"
+)
 VALID = {
     "Cluster/Handshake": pb.HandshakeRequest(sender=STRANGER, dialled=pb.Address(host="127.0.0.1", port=1)),
     "Cluster/Ping": pb.PingRequest(sender=STRANGER, coordinator="stranger", known=[STRANGER]),
     "Cluster/Leave": pb.Goodbye(id="stranger", nonce="n"),
     "Cluster/State": pb.StateRequest(deployments=["../../x"]),
-    "Cluster/Prepare": pb.PrepareRequest(deployment="d", epoch=EPOCH, digest="0" * 64, plan=PLAN, lease_s=1e300),
+    "Cluster/Prepare": pb.PrepareRequest(
+        deployment="d", epoch=EPOCH, digest="0" * 64, plan=PLAN, lease_s=1e300
+    ),
     "Cluster/Commit": pb.CommitRequest(deployment="d", epoch=EPOCH, digest="0" * 64),
     "Cluster/Abort": pb.AbortRequest(deployment="d", epoch=EPOCH),
     "Cluster/Epochs": pb.EpochQuery(deployment="d", asker="stranger"),
     "Cluster/Report": pb.StageEvent(deployment="d", epoch=EPOCH, stage=2**31, node="stranger", kind="lost"),
-    "Cluster/Want": pb.WantDeployment(model="../x", manifest="0" * 64, settings_json='{"context": 1e999}', holder="stranger"),
+    "Cluster/Want": pb.WantDeployment(
+        model="../x", manifest="0" * 64, settings_json='{"context": 1e999}', holder="stranger"
+    ),
     "Cluster/Unwant": pb.UndeployRequest(model="../x"),
     "Cluster/Manifest": pb.ManifestRequest(digest="../../../etc/passwd"),
     "Cluster/HasTensors": pb.TensorQuery(sha256=["../../etc/passwd", "0" * 64]),
@@ -83,7 +89,10 @@ async def attack(port: int, count: int, seed: int) -> int:
                         await channel.unary_unary(f"/p2pshard.v1.{method}")(data, timeout=5)
                 except grpc.aio.AioRpcError as error:
                     refused += 1
-                    assert error.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED), (method, error)
+                    assert error.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED), (
+                        method,
+                        error,
+                    )
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(count):

@@ -93,22 +93,37 @@ class Host:
         return ["sh", "-c", f'echo $$ > {self.group}/cgroup.procs; exec "$@"', "sh", *enter, *argv]
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(self.argv(*argv), capture_output=True, text=True, timeout=timeout, cwd="/", env=self.env())
+        done = subprocess.run(
+            self.argv(*argv), capture_output=True, text=True, timeout=timeout, cwd="/", env=self.env()
+        )
         if check and done.returncode:
-            raise AssertionError(f"{self.name}: {' '.join(argv)} gave {done.returncode}\n{done.stdout}\n{done.stderr}")
+            raise AssertionError(
+                f"{self.name}: {' '.join(argv)} gave {done.returncode}\n{done.stdout}\n{done.stderr}"
+            )
         return done
 
     def popen(self, *argv: str, log: str) -> subprocess.Popen[bytes]:
         with (self.folder / log).open("ab") as out:
             process = subprocess.Popen(
-                self.argv(*argv), stdout=out, stderr=out, stdin=subprocess.DEVNULL, cwd="/", env=self.env(), start_new_session=True
+                self.argv(*argv),
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+                env=self.env(),
+                start_new_session=True,
             )
         self.processes.append(process)
         return process
 
     def env(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("P2PSHARD_")}
-        return {**kept, "HOME": str(HOME), "P2PSHARD_MODELS_DIR": str(HOME / "models"), "OMP_NUM_THREADS": "1"}
+        return {
+            **kept,
+            "HOME": str(HOME),
+            "P2PSHARD_MODELS_DIR": str(HOME / "models"),
+            "OMP_NUM_THREADS": "1",
+        }
 
     # -- p2pshard on this host ------------------------------------------------------------------
     def cli(self, *argv: str, timeout: float = 180, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -119,7 +134,16 @@ class Host:
 
     def up(self, *flags: str) -> subprocess.Popen[bytes]:
         """Start this host's daemon."""
-        argv = (sys.executable, "-m", "p2pshard.cli", "up", "--name", self.name, "--data-dir", str(self.data_dir))
+        argv = (
+            sys.executable,
+            "-m",
+            "p2pshard.cli",
+            "up",
+            "--name",
+            self.name,
+            "--data-dir",
+            str(self.data_dir),
+        )
         return self.popen(*argv, *flags, log="daemon.log")
 
     def status(self) -> dict[str, Any] | None:
@@ -171,7 +195,21 @@ class Host:
 
     def shape(self, rate: str) -> None:
         """Limit what this host sends, for example ``20mbit``."""
-        self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
+        self.run(
+            "tc",
+            "qdisc",
+            "replace",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            "64kb",
+            "latency",
+            "400ms",
+        )
 
     def received_bytes(self) -> int:
         """Bytes that came in over this host's network card, by the kernel's count."""
@@ -182,7 +220,11 @@ class Host:
 
     def peak_group_bytes(self) -> int:
         assert self.group is not None
-        name = "memory.max_usage_in_bytes" if (self.group / "memory.max_usage_in_bytes").exists() else "memory.peak"
+        name = (
+            "memory.max_usage_in_bytes"
+            if (self.group / "memory.max_usage_in_bytes").exists()
+            else "memory.peak"
+        )
         return int((self.group / name).read_text())
 
 
@@ -213,7 +255,21 @@ class Lab:
         folder = self.folder / name
         (folder / "models").mkdir(parents=True)
         _sh("ip", "netns", "add", namespace)
-        _sh("ip", "link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", f"h{number}", "netns", self._bridge)
+        _sh(
+            "ip",
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            namespace,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"h{number}",
+            "netns",
+            self._bridge,
+        )
         self._in_bridge("ip", "link", "set", f"h{number}", "master", "br0", "up")
         net = ("ip", "netns", "exec", namespace)
         if not self.ipv6:
@@ -223,10 +279,22 @@ class Lab:
         _sh(*net, "ip", "link", "set", "eth0", "up")
         _sh(*net, "ip", "route", "add", "224.0.0.0/4", "dev", "eth0")
         # Not `ip netns exec`: it remounts /sys and would hide the cgroups from the daemon.
-        covers = "; ".join(f"mount -t tmpfs none {path}" for path in [*self.hidden, self.folder] if path.exists())
+        covers = "; ".join(
+            f"mount -t tmpfs none {path}" for path in [*self.hidden, self.folder] if path.exists()
+        )
         script = f"mount --bind {folder} {HOME}; {covers}; echo ready; exec sleep infinity"
         holder = subprocess.Popen(
-            ["nsenter", f"--net=/run/netns/{namespace}", "unshare", "-m", "--propagation", "private", "sh", "-ec", script],
+            [
+                "nsenter",
+                f"--net=/run/netns/{namespace}",
+                "unshare",
+                "-m",
+                "--propagation",
+                "private",
+                "sh",
+                "-ec",
+                script,
+            ],
             stdout=subprocess.PIPE,
         )
         assert holder.stdout is not None

@@ -24,7 +24,9 @@ def start_three(lab: Lab, *flags: str, memory: int | None = None) -> tuple[Host,
     for host in (a, b, c):
         host.up(*flags)
     for host in (a, b, c):
-        until(lambda h=host: h.members() == {"a", "b", "c"}, 20, f"{host.name} sees three members\n{host.log()}")
+        until(
+            lambda h=host: h.members() == {"a", "b", "c"}, 20, f"{host.name} sees three members\n{host.log()}"
+        )
     return a, b, c
 
 
@@ -58,13 +60,15 @@ def test_all_see_three_members_within_five_seconds_of_the_last_start(lab: Lab) -
 @pytest.mark.model
 def test_a_model_that_no_host_can_hold_is_answered_by_three(lab: Lab, qwen: Path) -> None:
     cap, budget = 1400 * MB, 1150 * MB
-    a, b, c = start_three(lab, "--memory", "1150MB", memory=cap)
+    a, b, _ = start_three(lab, "--memory", "1150MB", memory=cap)
     path = put(a, qwen)
     refused = a.cli("plan", path, "--nodes", "1", "--json", check=False)
     assert refused.returncode == 3, refused.stdout + refused.stderr
     assert json.loads(refused.stdout)["shortfall_bytes"] > 0
     a.cli("deploy", path, timeout=400)
-    answer = b.json("run", qwen.stem, "Write a Python function that adds two numbers.", "--max-tokens", "40", timeout=400)
+    answer = b.json(
+        "run", qwen.stem, "Write a Python function that adds two numbers.", "--max-tokens", "40", timeout=400
+    )
     print(answer["text"], f"{answer['tokens_per_second']:.1f} tokens/s")
     assert "def " in answer["text"]
     stages = answer["plan"]["replicas"][0]["stages"]
@@ -76,27 +80,35 @@ def test_a_model_that_no_host_can_hold_is_answered_by_three(lab: Lab, qwen: Path
 
 
 @pytest.mark.model
-def test_the_model_file_on_one_host_is_enough_and_each_host_gets_its_own_layers_only(lab: Lab, smollm2: Path) -> None:
+def test_the_model_file_on_one_host_is_enough_and_each_host_gets_its_own_layers_only(
+    lab: Lab, smollm2: Path
+) -> None:
     a, b, c = start_three(lab, "--memory", "600MB")
     path = put(a, smollm2)
     # Another model under the same name on the second host must never be used.
     (b.folder / "models" / smollm2.name).write_bytes(b"GGUF" + os.urandom(4096))
     before = {h.name: h.received_bytes() for h in (b, c)}
-    answer = a.json("run", path, QUESTION, "--dtype", "float32", "--max-tokens", "16", "--nodes", "3", timeout=300)
+    answer = a.json(
+        "run", path, QUESTION, "--dtype", "float32", "--max-tokens", "16", "--nodes", "3", timeout=300
+    )
     assert "Paris" in answer["text"]
     received = {n["name"]: n["bytes_received"] for n in a.status()["nodes"]}
     size = smollm2.stat().st_size
     assert received["a"] == 0
     for host in (b, c):
         wire = host.received_bytes() - before[host.name]
-        print(f"{host.name} received {received[host.name]:,} tensor bytes, {wire:,} on the wire, of a file of {size:,}")
+        print(
+            f"{host.name} received {received[host.name]:,} tensor bytes, {wire:,} on the wire, of a file of {size:,}"
+        )
         assert 0 < received[host.name] < size * 0.75
-        assert wire < received[host.name] * 1.1 + 4 * MB, "no more than its own layers, plus frames and gossip"
+        assert wire < received[host.name] * 1.1 + 4 * MB, (
+            "no more than its own layers, plus frames and gossip"
+        )
 
 
 @pytest.mark.model
 def test_ready_means_ready(lab: Lab, smollm2: Path) -> None:
-    a, b, c = start_three(lab, "--memory", "600MB")
+    a, _, c = start_three(lab, "--memory", "600MB")
     path = put(a, smollm2)
     loading = a.popen(*_cli("deploy", path, "--nodes", "3"), log="deploy.log")
     until(lambda: deployment(c).get("state") == "ready", 120, "ready", every=0.05)
@@ -107,7 +119,9 @@ def test_ready_means_ready(lab: Lab, smollm2: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize("victim", ["worker", "daemon"])
-def test_a_kill_in_mid_generation_is_a_typed_error_and_the_next_run_works(lab: Lab, smollm2: Path, victim: str) -> None:
+def test_a_kill_in_mid_generation_is_a_typed_error_and_the_next_run_works(
+    lab: Lab, smollm2: Path, victim: str
+) -> None:
     a, b, c = start_three(lab, "--memory", "600MB")
     path = put(a, smollm2)
     a.cli("deploy", path, "--nodes", "3", timeout=200)
@@ -135,7 +149,7 @@ def test_a_kill_in_mid_generation_is_a_typed_error_and_the_next_run_works(lab: L
 
 @pytest.mark.model
 def test_a_dropped_client_frees_everything(lab: Lab, smollm2: Path) -> None:
-    a, b, c = start_three(lab, "--memory", "600MB")
+    a, _, c = start_three(lab, "--memory", "600MB")
     path = put(a, smollm2)
     a.cli("deploy", path, "--nodes", "3", timeout=200)
     running = subprocess.Popen(
@@ -169,7 +183,9 @@ def test_no_plan_uses_an_edge_that_is_cut(lab: Lab, smollm2: Path) -> None:
     done = a.cli("plan", path, "--nodes", "3", "--json", check=False)
     names = {n["id"]: n["name"] for n in a.status()["nodes"]}
     if done.returncode == 0:
-        order = [names[s["ranks"][0]["node"]] for s in json.loads(done.stdout)["plan"]["replicas"][0]["stages"]]
+        order = [
+            names[s["ranks"][0]["node"]] for s in json.loads(done.stdout)["plan"]["replicas"][0]["stages"]
+        ]
         edges = set(zip(order, order[1:] + order[:1], strict=True))
         assert ("b", "c") not in edges and ("c", "b") not in edges, order
     else:

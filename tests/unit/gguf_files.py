@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the ``gguf`` package; and random models converted as llama.cpp converts them."""
+"""GGUF files for tests, written by the ``gguf`` package, as llama.cpp would write them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_gguf(
     split: tuple[int, int, int] | None = None,
     tokenizer: bool = True,
 ) -> Path:
-    """Write a file; arrays are float32 unless ``types`` says a quantisation; ``split``: part, parts, tensors in all."""
+    """Write a file of float32, or of what ``types`` says; ``split``: part, parts, tensors in all."""
     writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in metadata.items():
         key = key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}"

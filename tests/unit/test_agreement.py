@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from p2pshard.errors import Conflict, InvalidRequest, NotReady, ProtocolError
-from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard_node.cluster import agreement
 from p2pshard_node.cluster.agreement import Ledger, Propose, Record, Report, Resend
 from p2pshard_node.cluster.proposal import Proposal
+
+from p2pshard.errors import Conflict, InvalidRequest, NotReady, ProtocolError
+from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 
 DEPLOYMENT = "abc123"
 
@@ -224,7 +224,12 @@ def advance(attempt: Generator[str, None, bool], until: str) -> None:
 @pytest.mark.parametrize(
     ("stops_before", "reused"),
     [("prepare b", False), ("commit a", False), ("commit b", True), ("commit c", True)],
-    ids=["after one of three prepares", "after all prepares", "after one of three commits", "after two commits"],
+    ids=[
+        "after one of three prepares",
+        "after all prepares",
+        "after one of three commits",
+        "after two commits",
+    ],
 )
 def test_a_successor_of_a_coordinator_that_died_brings_one_plan(stops_before: str, reused: bool) -> None:
     world = World()

@@ -132,7 +132,7 @@ class Call:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - polled, for a test
+        while not condition():
             await asyncio.sleep(0.002)
 
 

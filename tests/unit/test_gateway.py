@@ -84,7 +84,7 @@ async def collect(gateway: Gateway, request: generate_pb2.GenerateRequest) -> An
 
 async def until(condition: object, timeout: float = 2.0) -> None:
     async with asyncio.timeout(timeout):
-        while not condition():  # type: ignore[operator]  # noqa: ASYNC110 (others' state)
+        while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.01)
 
 

@@ -71,7 +71,7 @@ def test_encodes_and_decodes_as_transformers_does(name: str) -> None:
 
 @pytest.mark.model
 def test_where_we_follow_the_models_own_tokenizer() -> None:
-    """transformers' reading of a GGUF leaves these out; the tokenizers that the models were published with have them."""
+    """transformers leaves these out when it reads a GGUF; the tokenizers as published have them."""
     qwen = Tokenizer.from_str(gguf_tokenizer(read_gguf(model_path("qwen2.5-coder-1.5b-instruct"))).json)
     assert qwen.encode("e\u0301").ids == qwen.encode("é").ids
     smollm = Tokenizer.from_str(gguf_tokenizer(read_gguf(model_path("smollm2-135m-instruct"))).json)

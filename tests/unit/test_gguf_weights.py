@@ -388,7 +388,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_loading_takes_little_more_than_the_result(tmp_path: Path) -> None:
-    """68 MB of blocks become 128 MB of bfloat16 with less than 64 MB beside them (at once they would be 256 MB)."""
+    """68 MB of blocks become 128 MB of bfloat16 with less than 64 MB beside them."""
     tensors = tiny_llama_tensors()
     tensors["token_embd.weight"] = np.ones((1_000_000, 64), np.float32)
     types = {"token_embd.weight": gguf.GGMLQuantizationType.Q8_0}

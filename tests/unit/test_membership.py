@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard_node.cluster import membership as m
 
+from p2pshard.transport.generated import control_pb2 as pb
 
-def info(name: str, *, port: int = 7332, nonce: str = "n1", incarnation: int = 1, **changes: object) -> pb.NodeInfo:
+
+def info(
+    name: str, *, port: int = 7332, nonce: str = "n1", incarnation: int = 1, **changes: object
+) -> pb.NodeInfo:
     host = f"10.0.0.{ord(name[0]) - 96}"
     values: dict[str, object] = {
         "id": name,
@@ -176,7 +178,10 @@ def test_another_instance_is_accepted_when_the_old_one_is_silent() -> None:
 
 
 def test_another_instance_is_refused_naming_both_while_the_old_one_answers() -> None:
-    old, copy = info("b"), info("b", nonce="n2", incarnation=2, addresses=[pb.Address(host="10.0.0.77", port=7332)])
+    old, copy = (
+        info("b"),
+        info("b", nonce="n2", incarnation=2, addresses=[pb.Address(host="10.0.0.77", port=7332)]),
+    )
     state = member_of(m.State(info("a")), old)
     state, actions = m.apply(state, m.Called(copy, "10.0.0.77", 1.0))
     assert isinstance(actions[0], m.ProbeOld)
@@ -204,7 +209,9 @@ def test_an_incarnation_too_low_is_told_the_highest() -> None:
     state, _ = m.apply(state, m.Left("b", "n1", 1.0))
     state, actions = m.apply(state, m.Called(info("b", nonce="n2", incarnation=3), "10.0.0.2", 2.0))
     assert next(a for a in actions if isinstance(a, m.Reply)).highest == 9
-    _, actions = m.apply(m.State(info("b")), m.Declined(("10.0.0.1", 7332), info("a"), "incarnation", "low", 9, 0.0))
+    _, actions = m.apply(
+        m.State(info("b")), m.Declined(("10.0.0.1", 7332), info("a"), "incarnation", "low", 9, 0.0)
+    )
     assert m.RaiseIncarnation(9) in actions
     state, actions = m.apply(state, m.Called(info("b", nonce="n2", incarnation=10), "10.0.0.2", 2.0))
     assert m.Reply(True) in actions
@@ -228,10 +235,12 @@ def test_who_cannot_join_is_listed_with_both_versions_and_what_to_do(
     assert all(word in reply.reason for word in words)
     (row,) = m.not_joined(state)
     assert row["reason"] == reply.reason and row["address"] == "10.0.0.26:7332"
-    assert stranger.version in row["version_there"] and "0.1.0 (protocol 1)" == row["version_here"]
+    assert stranger.version in row["version_there"] and row["version_here"] == "0.1.0 (protocol 1)"
     logs = [a for a in actions if isinstance(a, m.Log)]
     _, again = m.apply(state, m.Called(stranger, "10.0.0.26", 1.0))
-    assert len(logs) == 1 and not [a for a in again if isinstance(a, m.Log)]  # one line, however often it calls
+    assert len(logs) == 1 and not [
+        a for a in again if isinstance(a, m.Log)
+    ]  # one line, however often it calls
     state, _ = m.apply(state, m.Tick(m.ROW_S + 1))
     assert m.not_joined(state) == []
 
@@ -362,7 +371,14 @@ def test_three_nodes_find_each_other_stop_continue_and_restart() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("stop cont cut heal wait restart".split()), st.sampled_from("abcd")), max_size=14))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["stop", "cont", "cut", "heal", "wait", "restart"]), st.sampled_from("abcd")
+        ),
+        max_size=14,
+    )
+)
 def test_whatever_happens_all_agree_again_when_it_is_over(story: list[tuple[str, str]]) -> None:
     net = Net()
     incarnations = dict.fromkeys("abcd", 1)

@@ -119,7 +119,7 @@ async def test_a_client_that_goes_away_cancels_its_request(served: Served) -> No
     assert ps["kv"] == [{"node": "node-a", "blocks_used": 0, "blocks_total": 64}]
     call.cancel()
     async with asyncio.timeout(1):
-        while served.driver.running or served.gateway.ps():  # noqa: ASYNC110 (others' state)
+        while served.driver.running or served.gateway.ps():
             await asyncio.sleep(0.01)
 
 

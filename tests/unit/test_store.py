@@ -1,4 +1,4 @@
-"""The store: identity by content, nothing outside the roots, what changed is noticed, what is fetched is verified."""
+"""The store: identity by content, nothing outside the roots, change noticed, fetched content verified."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, UnsupportedModel
 from p2pshard_node import supervisor as module
 from p2pshard_node.supervisor import Supervisor, exit_reason
+
+from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, UnsupportedModel
 
 SCRIPT = """
 import os, socket, struct, sys, time
@@ -78,7 +78,9 @@ class Rig:
             **values,
         )
 
-    async def load(self, key: str = "d", *, booked: int = 1000, budget: int = 1 << 40) -> tuple[module.Worker, dict[str, Any]]:
+    async def load(
+        self, key: str = "d", *, booked: int = 1000, budget: int = 1 << 40
+    ) -> tuple[module.Worker, dict[str, Any]]:
         return await self.supervisor.load(
             key,
             plan={},
@@ -167,7 +169,9 @@ async def test_a_load_that_fails_is_a_typed_error_and_leaves_nothing(
     await one.until(lambda: not one.supervisor.workers())
 
 
-async def test_a_load_that_falls_silent_is_ended(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_that_falls_silent_is_ended(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LOAD_SILENCE_S", 1.0)
     monkeypatch.setattr(module, "STOP_S", 0.3)
     one = rig("hangs")
@@ -176,7 +180,9 @@ async def test_a_load_that_falls_silent_is_ended(rig: Callable[..., Rig], monkey
     assert not one.supervisor.workers()
 
 
-async def test_a_worker_that_ignores_stop_is_killed(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_ignores_stop_is_killed(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "STOP_S", 0.3)
     one = rig("deaf")
     worker, _ = await one.load()
@@ -184,7 +190,9 @@ async def test_a_worker_that_ignores_stop_is_killed(rig: Callable[..., Rig], mon
     assert not alive(worker.pid)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory of another process is read from /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="peak memory of another process is read from /proc"
+)
 async def test_a_worker_above_its_budget_is_ended_and_named(rig: Callable[..., Rig]) -> None:
     one = rig("eats")
     one.supervisor.start()
@@ -192,7 +200,9 @@ async def test_a_worker_above_its_budget_is_ended_and_named(rig: Callable[..., R
         await one.load(budget=100 << 20)
 
 
-async def test_a_load_that_is_cancelled_ends_its_worker(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_that_is_cancelled_ends_its_worker(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "STOP_S", 0.3)
     one = rig("hangs")
     task = asyncio.create_task(one.load())
@@ -202,7 +212,9 @@ async def test_a_load_that_is_cancelled_ends_its_worker(rig: Callable[..., Rig],
     assert not one.supervisor.workers()
 
 
-async def test_a_warm_worker_becomes_the_next_load_and_another_is_kept_only_if_it_fits(rig: Callable[..., Rig]) -> None:
+async def test_a_warm_worker_becomes_the_next_load_and_another_is_kept_only_if_it_fits(
+    rig: Callable[..., Rig],
+) -> None:
     one = rig(warm=True, budget=lambda: 10_000)
     one.supervisor.start()
     await one.until(lambda: one.supervisor.base_bytes)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (templates as they are published)
 import asyncio
 import os
 import time

@@ -215,9 +215,9 @@ class Cluster:
 
     def _follow_up(self, row: pb.Deployment) -> None:
         """What every node does about a row: end workers of what is not wanted, fetch what requests need of what is."""
-        if not row.wanted or self.member.left_out(row):
-            if self._supervisor.worker(row.id) is not None:
-                self._spawn(self.member.remove(row.id), "remove")
+        unused = not row.wanted or self.member.left_out(row)
+        if unused and self._supervisor.worker(row.id) is not None:
+            self._spawn(self.member.remove(row.id), "remove")
         if not row.wanted:
             return
         if row.state in ("loading", "ready") and row.manifest not in self._texts:

@@ -317,7 +317,11 @@ class Coordinator:
         if row is None or not row.wanted:
             return
         served = deployment in self._served
-        final = isinstance(error, FINAL) or (isinstance(error, DoesNotFit) and count >= 2) or count >= MAX_FIRST_TRIES
+        final = (
+            isinstance(error, FINAL)
+            or (isinstance(error, DoesNotFit) and count >= 2)
+            or count >= MAX_FIRST_TRIES
+        )
         if final and not served:
             self._set(deployment, "refused", error.message, wanted=False)
             return

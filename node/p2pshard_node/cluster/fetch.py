@@ -76,7 +76,7 @@ class Fetcher:
                         raise ModelCorrupt(
                             f"the manifest that node {node} sends is above {MAX_MANIFEST} bytes"
                         )
-                return await asyncio.to_thread(self._store.add_manifest, bytes(data), digest)  # type: ignore[no-any-return]
+                return await asyncio.to_thread(self._store.add_manifest, bytes(data), digest)
             except (grpc.aio.AioRpcError, NodeUnreachable) as error:
                 _log.debug("no manifest %s from %s: %s", digest[:12], node, error)
             except P2PShardError as error:

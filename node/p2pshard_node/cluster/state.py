@@ -33,7 +33,7 @@ def deployment_id(manifest: str) -> str:
 
 def settings_satisfied(asked: str, existing: str) -> bool:
     """Whether a deployment with the existing settings is what was asked for: nothing asked by name differs."""
-    empty = (None, "auto", {}, [])
+    empty: tuple[object, ...] = (None, "auto", {}, [])
     want = {k: v for k, v in json.loads(asked or "{}").items() if v not in empty}
     have = json.loads(existing or "{}")
     return all(have.get(k, 1 if k == "concurrency" else None) == v for k, v in want.items())

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 
 __all__ = ["measure"]

@@ -41,7 +41,7 @@ def own_peak_bytes() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     return int(psutil.Process().memory_info().peak_wset)
 
