@@ -256,9 +256,15 @@ class Gateway:
                 state=deployment.state,
                 reason=deployment.reason,
             )
+        if deployment.state == "broken":
+            try:
+                return await self._view.wait_ready(deployment.id, self._limits.recover_s)
+            except NotReady as error:
+                # Being mended: then it is as any other that loads.
+                if error.details.get("state") not in ("planning", "loading"):
+                    raise
         if deployment.state != "ready":
-            patience = self._limits.recover_s if deployment.state == "broken" else self._limits.ready_s
-            deployment = await self._view.wait_ready(deployment.id, patience)
+            deployment = await self._view.wait_ready(deployment.id, self._limits.ready_s)
         return deployment
 
     async def _load_text(self, manifest: str) -> TextModel:
