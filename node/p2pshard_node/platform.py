@@ -94,7 +94,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """In a child before exec: ask Linux to kill it when the thread that made it ends."""
+    """Ask Linux to kill this process when the one that started it ends; elsewhere nothing."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -50,9 +50,8 @@ def refusal(
     elif cluster.count is not None and cluster.count > len(cluster.nodes):
         reason = f"{cluster.count} nodes are asked for and {len(cluster.nodes)} can be used"
     elif shortfall:
-        reason = (
-            f"{format_bytes(shortfall)} short on {len(cluster.nodes)} node{'s'[: len(cluster.nodes) > 1]}"
-        )
+        used = cluster.count or len(cluster.nodes)
+        reason = f"{format_bytes(shortfall)} short on {used} node{'s'[: used > 1]}"
     else:
         reason = "the nodes that have the memory cannot all reach each other"
     return DoesNotFit(

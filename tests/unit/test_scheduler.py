@@ -202,3 +202,15 @@ def test_what_cannot_run_is_refused_in_numbers() -> None:
     scheduler.add(Request(2, (1,), 1))
     with pytest.raises(Overloaded):
         scheduler.add(Request(3, (1,), 1))
+
+
+@pytest.mark.parametrize("limit", [2, 5, 32])
+def test_no_step_samples_more_rows_than_the_plan_has_memory_for(limit: int) -> None:
+    scheduler = Scheduler(blocks=128, block_size=4, chunk_tokens=256, window=2, context=16, max_samples=limit)
+    stages = Stages(scheduler, 128, 4, 256)
+    for sequence in range(1, 81):
+        scheduler.add(Request(sequence, (sequence % 97,), 4))
+    ended = drain(stages)
+    assert stages.most_rows == min(limit, 32)
+    assert sum(1 for _, _, reason in ended if reason == "length") == 80
+    assert scheduler.idle

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from p2pshard.errors import NotReady
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.planner import plan_model, plan_reply
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
@@ -61,7 +62,15 @@ class Planner:
             if {n.node for n in nodes} >= self._peers.alive() and self._linked(nodes):
                 break
             await asyncio.sleep(0.1)
-        return self.nodes(deployment)
+        nodes = self.nodes(deployment)
+        if not nodes:
+            raise NotReady(
+                f"no member has measured its memory within {MEASURE_S:.0f} s; its worker may not start "
+                "(see the daemon's log). Try again shortly",
+                state="planning",
+                reason="no member has measured itself yet",
+            )
+        return nodes
 
     def _linked(self, nodes: Sequence[NodeBudget]) -> bool:
         """Whether every member's own row of links has arrived here."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from p2pshard.errors import ContextExceeded, Overloaded
+from p2pshard.planning.memory import MAX_LOGIT_ROWS
 from p2pshard_node.scheduling.blocks import BlockAllocator, Run
 
 __all__ = ["Advance", "Request", "Scheduler", "Step", "StepRow"]
@@ -100,13 +101,16 @@ class Scheduler:
         window: int,
         context: int,
         max_waiting: int = 256,
+        max_samples: int = MAX_LOGIT_ROWS,
     ) -> None:
+        """``max_samples``: rows of one step that are sampled, at least 2; the plan has memory for so many logits."""
         self.blocks = BlockAllocator(blocks)
         self._block_size = block_size
         self._chunk = chunk_tokens
         self.window = window
         self._context = context
         self._max_waiting = max_waiting
+        self._max_samples = max_samples
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[int, _Sequence] = {}
         self._prefill: deque[int] = deque()
@@ -204,7 +208,10 @@ class Scheduler:
             self.blocks.free(sequence)
         allocated = self._admit()
         decodes = self._decode_rows()
-        rows = (*decodes, *self._prefill_rows(self._chunk - len(decodes)))
+        rows = (
+            *decodes,
+            *self._prefill_rows(self._chunk - len(decodes), self._max_samples - len(decodes)),
+        )
         if not rows and not freed and not allocated:
             return None
         self._number += 1
@@ -239,18 +246,21 @@ class Scheduler:
         groups = max(1, min(self.window, decoding // MIN_GROUP))
         if len(self._decode_steps) >= groups:
             return ()  # those that are ready wait for a group to return, and share the next step
-        group = min(self._chunk - keep, math.ceil(decoding / groups), len(self._ready))
+        group = min(
+            self._chunk - keep, self._max_samples - keep, math.ceil(decoding / groups), len(self._ready)
+        )
         return tuple(self._row(self._ready.popleft(), 1) for _ in range(group))
 
-    def _prefill_rows(self, budget: int) -> tuple[StepRow, ...]:
+    def _prefill_rows(self, budget: int, samples: int) -> tuple[StepRow, ...]:
         rows: list[StepRow] = []
-        while budget and self._prefill:
+        while budget and samples and self._prefill:
             state = self._running[self._prefill[0]]
             length = min(budget, len(state.ids) - state.sent)
             rows.append(self._row(self._prefill[0], length))
             budget -= length
             if state.sent == len(state.ids):
                 self._prefill.popleft()
+                samples -= 1
         self._prefilled = bool(rows)
         return tuple(rows)
 

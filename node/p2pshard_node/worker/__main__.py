@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 
+from p2pshard_node.platform import die_with_parent
 from p2pshard_node.worker.process import WorkerProcess
 from p2pshard_node.worker.protocol import ControlChannel
 
@@ -30,6 +31,7 @@ def main() -> None:
         level=os.environ.get("P2PSHARD_LOG_LEVEL", "INFO").upper(),
         format=f"%(asctime)s %(levelname)s worker[{os.getpid()}] %(name)s: %(message)s",
     )
+    die_with_parent()  # where the system can; the control channel's end does it everywhere
     # Ctrl-C reaches the whole terminal group; the daemon decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_serve(arguments.control_fd))

@@ -245,7 +245,10 @@ def _target(address: Any) -> str | None:
 
 
 def _available_threads() -> int:
-    """Processors that this process may use."""
+    """``OMP_NUM_THREADS`` where it is set, else the processors that this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
