@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -41,31 +42,61 @@ def deployment(host: Host) -> dict[str, object]:
     return status["deployments"][0] if status and status["deployments"] else {}
 
 
+WATCH = """
+import sys, time
+from p2pshard import Client
+from p2pshard.errors import P2PShardError
+while True:
+    try:
+        with Client(["127.0.0.1:7332"], connect_timeout_s=0.5) as client:
+            while len(client.status()["nodes"]) < 3:
+                time.sleep(0.05)
+        print(time.monotonic())
+        break
+    except P2PShardError:
+        time.sleep(0.05)
+"""
+
+
 def test_all_see_three_members_within_five_seconds_of_the_last_start(lab: Lab) -> None:
     hosts = [lab.host(name) for name in "abc"]
     for host in hosts[:2]:
         host.up()
     until(lambda: hosts[0].members() == {"a", "b"}, 20, "two members")
+    until(
+        lambda: all(n["memory_budget"] for n in hosts[0].status()["nodes"]),
+        60,
+        "both have measured themselves",
+    )
+    # Watchers that run already, so that no interpreter's start is in the figure; the clock is one for all.
+    watchers = [
+        subprocess.Popen(
+            host.argv(sys.executable, "-c", WATCH), stdout=subprocess.PIPE, env=host.env(), cwd="/"
+        )
+        for host in hosts
+    ]
+    time.sleep(3)
     began = time.monotonic()
     hosts[2].up()
-    for host in hosts:
-        until(lambda h=host: h.members() == {"a", "b", "c"}, 15, f"{host.name} sees three\n{host.log()}")
-    took = time.monotonic() - began
-    print(f"three members everywhere {took:.1f} s after the last start")
-    assert took < 5 + 3, "three status calls of about 1 s each are in this figure"
+    seen = [float(watcher.communicate(timeout=30)[0]) - began for watcher in watchers]
+    print(
+        "three members, seconds after the last start:",
+        *(f"{host.name} {s:.1f}" for host, s in zip(hosts, seen, strict=True)),
+    )
+    assert max(seen) < 5
     addresses = {n["name"]: n["addresses"][0] for n in hosts[0].status()["nodes"]}
     assert addresses["b"].startswith("10.77.0.2:"), "the LAN address wins over loopback"
 
 
 @pytest.mark.model
 def test_a_model_that_no_host_can_hold_is_answered_by_three(lab: Lab, qwen: Path) -> None:
-    cap, budget = 1400 * MB, 1150 * MB
-    a, b, _ = start_three(lab, "--memory", "1150MB", memory=cap)
+    cap, budget = 1700 * MB, 1_300_000_000
+    a, b, _ = start_three(lab, "--memory", "1300MB", memory=cap)
     path = put(a, qwen)
-    refused = a.cli("plan", path, "--nodes", "1", "--json", check=False)
+    refused = a.cli("plan", path, "--nodes", "1", "--context", "2048", "--json", check=False)
     assert refused.returncode == 3, refused.stdout + refused.stderr
     assert json.loads(refused.stdout)["shortfall_bytes"] > 0
-    a.cli("deploy", path, timeout=400)
+    a.cli("deploy", path, "--context", "2048", timeout=400)
     answer = b.json(
         "run", qwen.stem, "Write a Python function that adds two numbers.", "--max-tokens", "40", timeout=400
     )
@@ -83,13 +114,24 @@ def test_a_model_that_no_host_can_hold_is_answered_by_three(lab: Lab, qwen: Path
 def test_the_model_file_on_one_host_is_enough_and_each_host_gets_its_own_layers_only(
     lab: Lab, smollm2: Path
 ) -> None:
-    a, b, c = start_three(lab, "--memory", "600MB")
+    a, b, c = start_three(lab, "--memory", "750MB")
     path = put(a, smollm2)
     # Another model under the same name on the second host must never be used.
     (b.folder / "models" / smollm2.name).write_bytes(b"GGUF" + os.urandom(4096))
     before = {h.name: h.received_bytes() for h in (b, c)}
     answer = a.json(
-        "run", path, QUESTION, "--dtype", "float32", "--max-tokens", "16", "--nodes", "3", timeout=300
+        "run",
+        path,
+        QUESTION,
+        "--context",
+        "2048",
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        "16",
+        "--nodes",
+        "3",
+        timeout=300,
     )
     assert "Paris" in answer["text"]
     received = {n["name"]: n["bytes_received"] for n in a.status()["nodes"]}
@@ -108,9 +150,9 @@ def test_the_model_file_on_one_host_is_enough_and_each_host_gets_its_own_layers_
 
 @pytest.mark.model
 def test_ready_means_ready(lab: Lab, smollm2: Path) -> None:
-    a, _, c = start_three(lab, "--memory", "600MB")
+    a, _, c = start_three(lab, "--memory", "700MB")
     path = put(a, smollm2)
-    loading = a.popen(*_cli("deploy", path, "--nodes", "3"), log="deploy.log")
+    loading = a.popen(*_cli("deploy", path, "--context", "2048", "--nodes", "3"), log="deploy.log")
     until(lambda: deployment(c).get("state") == "ready", 120, "ready", every=0.05)
     answer = c.json("run", smollm2.stem, QUESTION, "--max-tokens", "8", timeout=30)
     assert answer["completion_tokens"] >= 1
@@ -122,9 +164,9 @@ def test_ready_means_ready(lab: Lab, smollm2: Path) -> None:
 def test_a_kill_in_mid_generation_is_a_typed_error_and_the_next_run_works(
     lab: Lab, smollm2: Path, victim: str
 ) -> None:
-    a, b, c = start_three(lab, "--memory", "600MB")
+    a, b, c = start_three(lab, "--memory", "700MB")
     path = put(a, smollm2)
-    a.cli("deploy", path, "--nodes", "3", timeout=200)
+    a.cli("deploy", path, "--context", "2048", "--nodes", "3", timeout=200)
     running = subprocess.Popen(
         a.argv(*_cli("run", smollm2.stem, "Count from one to a thousand.", "--max-tokens", "1500", "--json")),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=a.env(), cwd="/",
@@ -141,17 +183,19 @@ def test_a_kill_in_mid_generation_is_a_typed_error_and_the_next_run_works(
     assert a.status() is not None
     assert c.status() is not None
     if victim == "daemon":
-        b.up("--memory", "600MB")
+        b.up("--memory", "700MB")
         until(lambda: a.members() == {"a", "b", "c"}, 20, "b is a member again")
-    answer = a.json("run", smollm2.stem, QUESTION, "--max-tokens", "8", "--nodes", "3", timeout=200)
+    answer = a.json(
+        "run", smollm2.stem, QUESTION, "--context", "2048", "--max-tokens", "8", "--nodes", "3", timeout=200
+    )
     assert "Paris" in answer["text"]
 
 
 @pytest.mark.model
 def test_a_dropped_client_frees_everything(lab: Lab, smollm2: Path) -> None:
-    a, _, c = start_three(lab, "--memory", "600MB")
+    a, _, c = start_three(lab, "--memory", "700MB")
     path = put(a, smollm2)
-    a.cli("deploy", path, "--nodes", "3", timeout=200)
+    a.cli("deploy", path, "--context", "2048", "--nodes", "3", timeout=200)
     running = subprocess.Popen(
         c.argv(*_cli("run", smollm2.stem, "Count from one to a thousand.", "--max-tokens", "1000", "--json")),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=c.env(), cwd="/",
@@ -175,7 +219,7 @@ def test_a_dropped_client_frees_everything(lab: Lab, smollm2: Path) -> None:
 @pytest.mark.model
 def test_no_plan_uses_an_edge_that_is_cut(lab: Lab, smollm2: Path) -> None:
     lab.ipv6 = False
-    a, b, c = start_three(lab, "--memory", "600MB")
+    a, b, c = start_three(lab, "--memory", "700MB")
     path = put(a, smollm2)
     b.cut(c)
     c.cut(b)
@@ -190,15 +234,15 @@ def test_no_plan_uses_an_edge_that_is_cut(lab: Lab, smollm2: Path) -> None:
         assert ("b", "c") not in edges and ("c", "b") not in edges, order
     else:
         assert done.returncode == 3, done.stderr
-    two = a.json("run", path, QUESTION, "--max-tokens", "8", "--nodes", "2", timeout=200)
+    two = a.json("run", path, QUESTION, "--context", "2048", "--max-tokens", "8", "--nodes", "2", timeout=200)
     assert "Paris" in two["text"]
 
 
 @pytest.mark.model
 def test_slow_links_do_not_stall(lab: Lab, smollm2: Path) -> None:
-    a, b, c = start_three(lab, "--memory", "600MB")
+    a, b, c = start_three(lab, "--memory", "700MB")
     path = put(a, smollm2)
-    a.cli("deploy", path, "--nodes", "3", timeout=200)
+    a.cli("deploy", path, "--context", "2048", "--nodes", "3", timeout=200)
     for host in (a, b, c):
         host.shape("20mbit")
     prompt = "The river runs through the old town. " * 120
@@ -208,6 +252,4 @@ def test_slow_links_do_not_stall(lab: Lab, smollm2: Path) -> None:
 
 
 def _cli(*argv: str) -> list[str]:
-    import sys
-
     return [sys.executable, "-m", "p2pshard.cli", *argv]

@@ -423,7 +423,9 @@ class Cluster:
     async def _resolve(self, ref: str, local_client: bool) -> tuple[str, str]:
         """``(name, manifest digest)`` of a model reference: what is deployed under it, else what this node's store has."""
         deployed = self.find(ref)
-        if deployed is not None:  # what runs under a name is that name, whatever lies in this node's own folder
+        if (
+            deployed is not None
+        ):  # what runs under a name is that name, whatever lies in this node's own folder
             return deployed.model, deployed.manifest
         resolved = await asyncio.to_thread(self._store.resolve, ref, local_client=local_client)
         digest = resolved.manifest.digest

@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tokenizers import Tokenizer
-
 from p2pshard.errors import ModelCorrupt, UnsupportedModel
 from p2pshard.models.manifest import Manifest
 
+from ..models.tokenizer_json import load_tokenizer
 from .detokenise import Detokeniser
 from .view import TextStore
 
@@ -34,12 +33,7 @@ class TextModel:
 
     def __init__(self, manifest: Manifest, tokenizer_json: bytes) -> None:
         """Raises `ModelCorrupt` when the bytes are no tokenizer."""
-        try:
-            self._tokenizer = Tokenizer.from_buffer(tokenizer_json)
-        except Exception as error:  # the library raises plain Exception
-            raise ModelCorrupt(
-                f"tokenizer.json of manifest {manifest.digest[:12]} cannot be read: {error}"
-            ) from error
+        self._tokenizer = load_tokenizer(tokenizer_json, f"tokenizer.json of manifest {manifest.digest[:12]}")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.manifest = manifest.digest
