@@ -56,7 +56,7 @@ def test_the_bytes_of_a_token() -> None:
 
 
 def test_what_cannot_be_read_is_said() -> None:
-    with pytest.raises(ModelCorrupt, match="cannot be read"):
+    with pytest.raises(ModelCorrupt, match="not a tokenizer"):
         TextModel(MemoryStore().manifest, b"{}")
 
     class Without(MemoryStore):
