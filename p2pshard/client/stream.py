@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import Any, Self
 
@@ -11,6 +10,7 @@ import grpc
 import grpc.aio
 
 from p2pshard.errors import InvalidRequest, NodeUnreachable, P2PShardError, ProtocolError
+from p2pshard.json_text import parse_json
 from p2pshard.results import Generation, TextDelta, Token, plan_from
 from p2pshard.transport.generated import generate_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
@@ -157,7 +157,7 @@ def _located(error: P2PShardError, address: str) -> P2PShardError:
 
 def json_object(text: str, what: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise ProtocolError(f"the node's {what} is not JSON: {error}") from error
     if not isinstance(value, dict):

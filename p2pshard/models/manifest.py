@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from p2pshard.errors import ModelCorrupt
+from p2pshard.json_text import parse_json
 
 __all__ = ["Manifest", "TensorEntry"]
 
@@ -66,7 +67,7 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         """Raises `ModelCorrupt` for anything that is not a manifest."""
         try:
-            value: Mapping[str, Any] = json.loads(data)
+            value: Mapping[str, Any] = parse_json(data)
             tensors = tuple(TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in value["tensors"])
             return cls(**{**value, "tensors": tensors})
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

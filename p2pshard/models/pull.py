@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -31,6 +30,7 @@ import httpx
 
 from p2pshard.config import default_models_dir
 from p2pshard.errors import Conflict, DoesNotFit, ModelCorrupt, ModelNotFound, P2PShardError
+from p2pshard.json_text import parse_json
 from p2pshard.models.catalogue import CATALOGUE, CatalogueEntry, WheelPart
 from p2pshard.version import __version__
 
@@ -159,7 +159,7 @@ def _parse_page(body: bytes, kind: str, base: str) -> list[_Wheel]:
     wheels = []
     if "json" in kind:
         try:
-            for file in json.loads(body)["files"]:
+            for file in parse_json(body)["files"]:
                 sha256 = file.get("hashes", {}).get("sha256", "")
                 wheels.append(_Wheel(str(file["filename"]), urljoin(base, str(file["url"])), str(sha256)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

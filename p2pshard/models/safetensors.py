@@ -11,7 +11,6 @@ other link, and any file name of an index that leaves the folder, is refused.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pshard.errors import ModelCorrupt, UnsupportedModel
+from p2pshard.json_text import parse_json
 from p2pshard.models.dtypes import refuse_storage, tensor_nbytes
 from p2pshard.models.layout import layer_of
 
@@ -90,7 +90,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     if size > _MAX_JSON:
         raise ModelCorrupt(f"{folder / name}: {size} bytes, above the limit of {_MAX_JSON}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelCorrupt(f"{folder / name}: not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -153,7 +153,7 @@ def read_index(path: Path) -> tuple[SafeTensor, ...]:
     except OSError as error:
         raise ModelCorrupt(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        header = parse_json(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise ModelCorrupt(f"{path}: its header is not JSON: {error}") from error
     if not isinstance(header, dict):

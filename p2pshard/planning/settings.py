@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from p2pshard.errors import InvalidRequest
+from p2pshard.json_text import parse_json
 
 __all__ = ["DTYPES", "Pin", "Settings"]
 
@@ -49,7 +50,7 @@ class Settings:
     def from_json(cls, text: str | bytes) -> Settings:
         """Parse an object; an empty text is an empty object. Raises `InvalidRequest`, naming the key."""
         try:
-            value = json.loads(text) if text.strip() else {}
+            value = parse_json(text) if text.strip() else {}
         except ValueError as error:
             raise InvalidRequest(f"settings are not JSON: {error}") from error
         return cls.from_value(value)

@@ -25,6 +25,7 @@ from p2pshard.errors import (
     P2PShardError,
     from_wire,
 )
+from p2pshard.json_text import parse_json
 
 __all__ = [
     "EOF",
@@ -166,7 +167,7 @@ def error_of(error: grpc.aio.AioRpcError, target: str = "") -> P2PShardError:
     for key, value in metadata:
         if key == _ERROR_KEY:
             try:
-                return from_wire(json.loads(value))
+                return from_wire(parse_json(value))
             except (ValueError, AttributeError):
                 break  # not ours after all; the status below says enough
     cls = _BY_STATUS.get(error.code(), Internal)

@@ -62,3 +62,9 @@ def test_everything_round_trips() -> None:
 def test_what_cannot_be_right_is_refused_by_name(value: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         Settings.from_json(value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 1000 + "]" * 1000])
+def test_nesting_without_end_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        Settings.from_json(text)

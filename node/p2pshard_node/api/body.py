@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
 from p2pshard.errors import InvalidRequest
+from p2pshard.json_text import parse_json
 
 __all__ = ["MAX_BODY_BYTES", "BodyTooLarge", "WrongContentType", "read_json"]
 
@@ -35,7 +35,7 @@ async def read_json(request: Request) -> Any:
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
+        return parse_json(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # ValueError: JSON and UTF-8 errors alike
         raise InvalidRequest(
             f"the body is not JSON: {str(error)[:200] or 'nested too deep'}", field="body"

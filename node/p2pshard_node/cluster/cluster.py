@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +18,7 @@ from p2pshard.errors import (
     NotReady,
     P2PShardError,
 )
+from p2pshard.json_text import parse_json
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.channels import error_of
@@ -388,7 +388,7 @@ class Cluster:
             "manifest": row.manifest,
             "state": row.state,
             "reason": row.reason,
-            "settings": json.loads(row.settings_json or "{}"),
+            "settings": parse_json(row.settings_json or "{}"),
             "plan": plan,
             "progress": self.coordinator.progress(row.id),
         }

@@ -19,6 +19,7 @@ from p2pshard.errors import (
     StageLost,
     from_wire,
 )
+from p2pshard.json_text import parse_json
 from p2pshard.models.layout import needed_tensors
 from p2pshard.planning.plan import Epoch, Plan, Stage
 from p2pshard.transport.generated import control_pb2 as pb
@@ -45,7 +46,7 @@ def error_to_proto(error: P2PShardError) -> generate_pb2.Error:
 
 def proto_to_error(message: generate_pb2.Error) -> P2PShardError:
     try:
-        details = json.loads(message.details_json or "{}")
+        details = parse_json(message.details_json or "{}")
     except (ValueError, RecursionError):
         details = {}  # the error itself is worth more than its details
     return from_wire({"code": message.code, "message": message.message, "details": details})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from p2pshard.errors import InvalidRequest, P2PShardError
+from p2pshard.json_text import parse_json
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.generated import control_pb2 as pb
 
@@ -34,8 +34,8 @@ def deployment_id(manifest: str) -> str:
 def settings_satisfied(asked: str, existing: str) -> bool:
     """Whether a deployment with the existing settings is what was asked for: nothing asked by name differs."""
     empty: tuple[object, ...] = (None, "auto", {}, [])
-    want = {k: v for k, v in json.loads(asked or "{}").items() if v not in empty}
-    have = json.loads(existing or "{}")
+    want = {k: v for k, v in parse_json(asked or "{}").items() if v not in empty}
+    have = parse_json(existing or "{}")
     return all(have.get(k, 1 if k == "concurrency" else None) == v for k, v in want.items())
 
 
@@ -123,7 +123,7 @@ def _check(row: pb.Deployment) -> None:
             f"deployment {row.id} has state {row.state[:20]!r}, version {row.version}, or another model's id"
         )
     try:
-        settings = json.loads(row.settings_json or "{}")
+        settings = parse_json(row.settings_json or "{}")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"settings of deployment {row.id} are not JSON: {error}") from error
     if not isinstance(settings, dict):

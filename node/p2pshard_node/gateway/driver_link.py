@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from p2pshard.errors import Conflict, P2PShardError, ProtocolError, StageLost, from_wire
+from p2pshard.json_text import parse_json
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.channels import EOF, raw_stream
 from p2pshard.transport.generated import generate_pb2, plan_pb2
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def error_from_proto(message: generate_pb2.Error) -> P2PShardError:
     """The error that a driver sent."""
     try:
-        details = json.loads(message.details_json) if message.details_json else {}
+        details = parse_json(message.details_json) if message.details_json else {}
     except ValueError:
         details = {}
     return from_wire({"code": message.code, "message": message.message, "details": details})

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pshard.errors import InvalidRequest, ModelCorrupt, ModelNotFound, P2PShardError, Refused
+from p2pshard.json_text import parse_json
 from p2pshard.models.catalogue import CATALOGUE
 from p2pshard.models.dtypes import refuse_storage, tensor_nbytes
 from p2pshard.models.gguf import split_paths
@@ -93,7 +94,7 @@ class _Indexed:
     def from_bytes(cls, data: bytes) -> _Indexed | None:
         """None: written by another version, or damaged; hashing again repairs it."""
         try:
-            value = json.loads(data)
+            value = parse_json(data)
             if value["version"] != BUILDER_VERSION:
                 return None
             paths = [Path(row[0]) for row in value["files"]]
@@ -242,7 +243,7 @@ class ModelStore:
 
     def _registered(self) -> list[Path]:
         try:
-            value = json.loads(self._paths_file.read_bytes())
+            value = parse_json(self._paths_file.read_bytes())
             return [Path(p) for p in value if isinstance(p, str) and os.path.isabs(p)][:_MAX_PATHS]
         except FileNotFoundError:
             return []

@@ -1,0 +1,92 @@
+"""Who coordinates, and one proposal's course: pure."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from p2pshard_node.cluster.leader import choose
+from p2pshard_node.cluster.proposal import Proposal
+
+from p2pshard.errors import DoesNotFit
+from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+
+MEMBERS = {"a", "b", "c"}
+
+
+def test_nobody_is_appointed_before_there_was_time_to_hear_of_somebody() -> None:
+    assert choose("b", "", MEMBERS, {}, settled=False) == ""
+    assert choose("b", "", MEMBERS, {}, settled=True) == "a"
+
+
+def test_a_returning_lower_id_follows_the_incumbent() -> None:
+    claims = {"b": "b", "c": "b"}
+    assert choose("a", "", MEMBERS, claims, settled=True) == "b"
+    assert choose("c", "b", MEMBERS, {"a": "", "b": "b"}, settled=True) == "b"
+
+
+def test_when_the_coordinator_is_gone_the_lowest_takes_over() -> None:
+    assert choose("b", "a", {"b", "c"}, {"a": "a", "c": "a"}, settled=True) == "b"
+    assert choose("c", "a", {"b", "c"}, {"a": "a", "b": "a"}, settled=True) == "b"
+
+
+def test_halves_that_meet_keep_the_one_that_more_follow() -> None:
+    members = {"a", "b", "c", "d", "e"}
+    claims = {"a": "a", "b": "a", "d": "c", "e": "c"}
+    assert choose("c", "c", members, claims, settled=True) == "c"
+    assert choose("a", "a", members, {"b": "a", "c": "c", "d": "c", "e": "c"}, settled=True) == "c"
+    assert choose("a", "a", {"a", "b"}, {"b": "b"}, settled=True) == "a"  # a tie: the lower id
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["", *"abcde"]), min_size=1),
+    st.lists(st.sampled_from("abcde"), max_size=40),
+)
+def test_all_come_to_follow_one_whatever_they_believed(followed: dict[str, str], order: list[str]) -> None:
+    members = set(followed)
+
+    def turn(node: str) -> None:
+        claims = {n: f for n, f in followed.items() if n != node}
+        followed[node] = choose(node, followed[node], members, claims, settled=True)
+
+    for node in order:
+        if node in members:
+            turn(node)
+    for _ in range(6):
+        for node in sorted(members):
+            turn(node)
+    assert len(set(followed.values())) == 1
+    assert set(followed.values()) <= members
+
+
+def plan() -> Plan:
+    stages = (Stage((0, 0), True, False, (Rank("a"),)), Stage((1, 1), False, True, (Rank("b"),)))
+    return Plan((Replica(stages),), Epoch(1, "a"), "tolerant", "f" * 64, "m", "float32", 64, 1, 16, 4, 32, 2)
+
+
+def test_nothing_is_committed_before_all_have_prepared() -> None:
+    proposal = Proposal(plan())
+    assert proposal.outbox() == {"a": "prepare", "b": "prepare"}
+    proposal.on_prepared("a")
+    assert proposal.outbox() == {"b": "prepare"}
+    proposal.on_prepared("b")
+    assert proposal.outbox() == {"a": "commit", "b": "commit"}
+    proposal.on_committed("a")
+    proposal.on_committed("a")  # an answer that comes twice
+    assert proposal.outbox() == {"b": "commit"}
+    proposal.on_committed("b")
+    assert proposal.phase == "committed" and proposal.outbox() == {}
+
+
+@pytest.mark.parametrize("prepared", [(), ("a",), ("a", "b")])
+def test_one_refusal_aborts_all_that_have_not_committed(prepared: tuple[str, ...]) -> None:
+    proposal = Proposal(plan())
+    for node in prepared:
+        proposal.on_prepared(node)
+    if len(prepared) == 2:
+        proposal.on_committed("a")
+    proposal.on_refused("b", DoesNotFit("no room"))
+    expected = {"b": "abort"} if len(prepared) == 2 else {"a": "abort", "b": "abort"}
+    assert proposal.outbox() == expected and isinstance(proposal.error, DoesNotFit)
+    proposal.on_prepared("b")
+    assert proposal.outbox() == expected  # a late answer revives nothing
