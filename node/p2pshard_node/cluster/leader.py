@@ -28,6 +28,6 @@ def choose(
         # Two halves have met: the one that more follow stays, else the lower id.
         votes = Counter(said.values())
         return min(leaders, key=lambda n: (-votes[n], n))
-    if followed in members and followed != me:
-        return followed
+    if followed in members and followed != me and not claims.get(followed):
+        return followed  # it has not said yet whom it follows
     return min(members) if settled else ""
