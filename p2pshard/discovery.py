@@ -226,7 +226,8 @@ async def browse(timeout: float = 2.0, *, cluster: str | None = None, enough: in
     zeroconf = await _open()
     browser = _Browser(zeroconf, take)
     try:
-        await asyncio.wait_for(done.wait(), timeout)
+        async with asyncio.timeout(timeout):
+            await done.wait()
     except TimeoutError:
         pass  # the time is up: what was found is the answer
     finally:

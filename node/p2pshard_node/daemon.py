@@ -37,6 +37,8 @@ __all__ = ["Daemon", "main", "run"]
 
 LONELY_S = 10.0
 GRACE_S = 1.0
+STOP_S = 8.0
+"""For each part. One that hangs keeps neither the workers nor the ports."""
 INTERFACES_S = 2.0
 """How long a list of this machine's addresses is good."""
 
@@ -144,7 +146,10 @@ class Daemon:
             try:
                 result = undo()
                 if asyncio.iscoroutine(result):
-                    await result
+                    async with asyncio.timeout(STOP_S):
+                        await result
+            except TimeoutError:
+                _log.error("the %s did not stop within %.0f s; going on without it", what, STOP_S)
             except (P2PShardError, OSError, RuntimeError, grpc.RpcError) as error:
                 _log.error("stopping the %s failed: %r", what, error)
 

@@ -122,7 +122,8 @@ class Coordinator:
             except P2PShardError as error:
                 _log.error("coordinator: %s", error.message)
             try:
-                await asyncio.wait_for(self._wake.wait(), LOOP_S)
+                async with asyncio.timeout(LOOP_S):  # wait_for of Python 3.11 can lose a cancellation
+                    await self._wake.wait()
             except TimeoutError:
                 continue  # nothing happened; look anyway
             self._wake.clear()

@@ -354,7 +354,8 @@ class Peers:
                 await self._ping_once(rpc.ClusterStub(channel), node, started)
                 rest = m.PING_S - (time.monotonic() - started)
                 try:
-                    await asyncio.wait_for(kick.wait(), max(0.02, rest))
+                    async with asyncio.timeout(max(0.02, rest)):  # wait_for of Python 3.11 can lose a cancellation
+                        await kick.wait()
                 except TimeoutError:
                     continue  # the usual case: nothing to spread before the next ping is due
         finally:

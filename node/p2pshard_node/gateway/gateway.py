@@ -25,10 +25,12 @@ from p2pshard.errors import (
     Internal,
     InvalidRequest,
     ModelNotFound,
+    NodeUnreachable,
     NotReady,
     Overloaded,
     P2PShardError,
     ProtocolError,
+    StageLost,
 )
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
@@ -49,6 +51,9 @@ DEFAULT_MAX_TOKENS = 1024
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _TEXT_MODELS = 4
+_JOIN_ATTEMPTS = 3
+"""Epochs that may be lost one after the other before a request that has no token yet is given up."""
+_LOSS_SEEN_S = 0.05
 _WATCH_S = 0.5
 _DRIVER_REASONS = frozenset({"stop", "length", "cancelled", "deadline"})
 T = TypeVar("T")
@@ -202,14 +207,7 @@ class Gateway:
                 context=plan.context,
             )
         running.prepare(text, prompt_ids, min(request.max_tokens or DEFAULT_MAX_TOKENS, room))
-        try:
-            link = await self._link(deployment, plan)
-        except Conflict:  # a new epoch has come in between
-            deployment = await self._ready(request.model)
-            if deployment.plan.context < plan.context or deployment.plan.manifest != plan.manifest:
-                raise
-            plan = Plan.from_proto(deployment.plan)
-            link = await self._link(deployment, plan)
+        plan, link = await self._join(deployment, plan)
         submit = generate_pb2.Submit(
             request=running.id,
             attempt=running.log.attempt,
@@ -222,10 +220,8 @@ class Gateway:
         # No await from here on: an end that came between would find no driver to tell.
         if running.log.outcome is not None:
             raise Cancelled("the request ended before it reached its driver")
-        running.link, running.state = link, "queued"
-        link.send(generate_pb2.DriverCommand(submit=submit))
-        if link.lost is not None:
-            raise link.lost
+        running.deployment, running.submit = deployment, submit
+        self._submit(running, link)
         return generate_pb2.ResumeRecord(
             request=running.id,
             seed=sampling.seed,
@@ -235,6 +231,41 @@ class Gateway:
             max_tokens=running.log.max_tokens,
             plan_json=json.dumps(plan.to_json()),
         )
+
+    @staticmethod
+    def _submit(running: Running, link: DriverLink) -> None:
+        assert running.submit is not None
+        running.link, running.state = link, "queued"
+        link.send(generate_pb2.DriverCommand(submit=running.submit))
+        if link.lost is not None:
+            raise link.lost
+
+    def _lost(self, running: Running, error: P2PShardError) -> None:
+        """The driver of a request is gone. One that has given no token yet goes to the next epoch's."""
+        before_first = not running.log.ids and running.submit is not None and running.log.outcome is None
+        if before_first and running.log.attempt <= _JOIN_ATTEMPTS and isinstance(error, StageLost | NotReady):
+            running.link, running.state = None, "waiting"
+            self._spawn(self._rejoin(running, error))
+        else:
+            running.fail(error)
+
+    async def _rejoin(self, running: Running, error: P2PShardError) -> None:
+        assert running.deployment is not None
+        assert running.submit is not None
+        before = running.deployment.plan
+        try:
+            deployment = await self._after(running.deployment, error)
+            if deployment.plan.context < before.context or deployment.plan.manifest != before.manifest:
+                raise error
+            _, link = await self._join(deployment, Plan.from_proto(deployment.plan))
+            if running.log.outcome is None:  # nobody ended it meanwhile
+                running.deployment = deployment
+                running.submit.attempt = running.log.next_attempt()
+                self._submit(running, link)
+        except NotReady:
+            running.fail(error)  # says which layers are missing
+        except P2PShardError as later:
+            running.fail(later)
 
     async def _ready(self, model: str) -> control_pb2.Deployment:
         deployment = self._view.find(model)
@@ -266,6 +297,33 @@ class Gateway:
         if deployment.state != "ready":
             deployment = await self._view.wait_ready(deployment.id, self._limits.ready_s)
         return deployment
+
+    async def _join(self, deployment: control_pb2.Deployment, plan: Plan) -> tuple[Plan, DriverLink]:
+        """The stream to the driver of this epoch or, when it has just been lost, of one that follows it.
+
+        Nothing has been given to the client yet, so that a loss costs it time and no token.
+        """
+        for _ in range(_JOIN_ATTEMPTS):
+            try:
+                return plan, await self._link(deployment, plan)
+            except (Conflict, StageLost, NodeUnreachable) as error:
+                deployment = await self._after(deployment, error)
+                if deployment.plan.context < plan.context or deployment.plan.manifest != plan.manifest:
+                    raise
+                plan = Plan.from_proto(deployment.plan)
+        return plan, await self._link(deployment, plan)
+
+    async def _after(self, lost: control_pb2.Deployment, error: P2PShardError) -> control_pb2.Deployment:
+        """The deployment once another epoch is ready. Raises `error` when none comes into sight."""
+        try:
+            async with asyncio.timeout(self._limits.recover_s):
+                while (now := self._view.find(lost.id)) is not None and now.state == "ready":
+                    if now.plan.epoch != lost.plan.epoch:
+                        return now
+                    await asyncio.sleep(_LOSS_SEEN_S)  # the driver knows of its loss before the cluster does
+        except TimeoutError:
+            raise error from None
+        return await self._ready(lost.model)
 
     async def _load_text(self, manifest: str) -> TextModel:
         self._renderer.warm()
@@ -351,7 +409,7 @@ class Gateway:
             failure = error_from_proto(message.error)
             if isinstance(failure, Conflict):  # its worker ends, or another epoch takes its place
                 failure = link.stage_lost(f"serves this epoch no longer ({failure.message})")
-            running.fail(failure)
+            self._lost(running, failure)
         elif message.reason in _DRIVER_REASONS:
             running.end(message.reason)
         else:
@@ -363,7 +421,7 @@ class Gateway:
         log.warning("lost the driver of %s at %s: %s", link.plan.model, link.target, error)
         for running in self._table:
             if running.link is link:
-                running.fail(error)
+                self._lost(running, error)
         for key, task in list(self._links.items()):
             if _succeeded(task) and task.result() is link:
                 del self._links[key]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from p2pshard.errors import Overloaded, P2PShardError
-from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.generated import control_pb2, generate_pb2
 
 from .driver_link import DriverLink
 from .requests import Outcome, RequestLog
@@ -31,6 +31,9 @@ class Running:
         self.prompt_ids: list[int] = []
         self.eos_ids: tuple[int, ...] = ()
         self.link: DriverLink | None = None
+        self.deployment: control_pb2.Deployment | None = None
+        self.submit: generate_pb2.Submit | None = None
+        """As it was sent to the driver of that deployment's epoch."""
         self.started = time.monotonic()
         self.unread_since: float | None = None
         """Monotonic time since when the client could have read something and has not."""
