@@ -294,7 +294,7 @@ def test_a_stranger_may_shake_hands_and_ping_and_nothing_else(make: Make) -> Non
         ]
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
-                call()  # type: ignore[no-untyped-call]
+                call()
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
         bad = pb.NodeInfo(id="../x", nonce="n", protocol=PROTOCOL, version=__version__, cluster=ann.cluster)
         with pytest.raises(grpc.RpcError) as caught:

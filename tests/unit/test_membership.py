@@ -228,7 +228,7 @@ def test_an_incarnation_too_low_is_told_the_highest() -> None:
 def test_who_cannot_join_is_listed_with_both_versions_and_what_to_do(
     changes: dict[str, object], code: str, words: tuple[str, ...]
 ) -> None:
-    stranger = info("z", **changes)
+    stranger = info("z", **changes)  # type: ignore[arg-type]
     state, actions = m.apply(m.State(info("a")), m.Called(stranger, "10.0.0.26", 0.0))
     reply = next(a for a in actions if isinstance(a, m.Reply))
     assert (reply.accepted, reply.code) == (False, code)
