@@ -295,11 +295,11 @@ def test_a_stranger_may_shake_hands_and_ping_and_nothing_else(make: Make) -> Non
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
                 call()
-            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         bad = pb.NodeInfo(id="../x", nonce="n", protocol=PROTOCOL, version=__version__, cluster=ann.cluster)
         with pytest.raises(grpc.RpcError) as caught:
             stub.Handshake(pb.HandshakeRequest(sender=bad), timeout=5)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert ann.names() == {"ann"}
 
 

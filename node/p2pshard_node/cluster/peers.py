@@ -354,7 +354,8 @@ class Peers:
                 await self._ping_once(rpc.ClusterStub(channel), node, started)
                 rest = m.PING_S - (time.monotonic() - started)
                 try:
-                    async with asyncio.timeout(max(0.02, rest)):  # wait_for of Python 3.11 can lose a cancellation
+                    # Not wait_for, which in Python 3.11 can lose a cancellation.
+                    async with asyncio.timeout(max(0.02, rest)):
                         await kick.wait()
                 except TimeoutError:
                     continue  # the usual case: nothing to spread before the next ping is due
