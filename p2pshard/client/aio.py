@@ -77,7 +77,8 @@ class AsyncClient:
         if channel is None:
             channel = self._channels[address] = make_channel(address, None)
         try:
-            await asyncio.wait_for(_connected(channel), self._connect_timeout_s)
+            async with asyncio.timeout(self._connect_timeout_s):
+                await _connected(channel)
         except (TimeoutError, ConnectionError) as error:
             raise NodeUnreachable(
                 f"no daemon answers at {address} within {self._connect_timeout_s:g} s"
