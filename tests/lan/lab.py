@@ -13,12 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.local_cluster import until
 
 HOME = Path("/mnt")
 """Where each host sees its own folder."""
@@ -45,18 +46,6 @@ def _sh(*argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip() or done.stdout.strip()}")
     return done
-
-
-def until(condition: Callable[[], Any], seconds: float, what: str, every: float = 0.1) -> Any:
-    """The first true value of `condition`; fails naming `what` after `seconds`."""
-    end = time.monotonic() + seconds
-    value = None
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(every)
-    raise AssertionError(f"not within {seconds} s: {what} (last: {value!r})")
 
 
 def _memory_group(name: str, limit: int) -> Path:

@@ -207,7 +207,7 @@ class Gateway:
                 context=plan.context,
             )
         running.prepare(text, prompt_ids, min(request.max_tokens or DEFAULT_MAX_TOKENS, room))
-        plan, link = await self._join(deployment, plan)
+        deployment, plan, link = await self._join(deployment, plan)
         submit = generate_pb2.Submit(
             request=running.id,
             attempt=running.log.attempt,
@@ -252,12 +252,9 @@ class Gateway:
     async def _rejoin(self, running: Running, error: P2PShardError) -> None:
         assert running.deployment is not None
         assert running.submit is not None
-        before = running.deployment.plan
         try:
             deployment = await self._after(running.deployment, error)
-            if deployment.plan.context < before.context or deployment.plan.manifest != before.manifest:
-                raise error
-            _, link = await self._join(deployment, Plan.from_proto(deployment.plan))
+            deployment, _, link = await self._join(deployment, Plan.from_proto(deployment.plan))
             if running.log.outcome is None:  # nobody ended it meanwhile
                 running.deployment = deployment
                 running.submit.attempt = running.log.next_attempt()
@@ -298,32 +295,38 @@ class Gateway:
             deployment = await self._view.wait_ready(deployment.id, self._limits.ready_s)
         return deployment
 
-    async def _join(self, deployment: control_pb2.Deployment, plan: Plan) -> tuple[Plan, DriverLink]:
+    async def _join(
+        self, deployment: control_pb2.Deployment, plan: Plan
+    ) -> tuple[control_pb2.Deployment, Plan, DriverLink]:
         """The stream to the driver of this epoch or, when it has just been lost, of one that follows it.
 
         Nothing has been given to the client yet, so that a loss costs it time and no token.
         """
         for _ in range(_JOIN_ATTEMPTS):
             try:
-                return plan, await self._link(deployment, plan)
+                return deployment, plan, await self._link(deployment, plan)
             except (Conflict, StageLost, NodeUnreachable) as error:
                 deployment = await self._after(deployment, error)
-                if deployment.plan.context < plan.context or deployment.plan.manifest != plan.manifest:
-                    raise
                 plan = Plan.from_proto(deployment.plan)
-        return plan, await self._link(deployment, plan)
+        return deployment, plan, await self._link(deployment, plan)
 
     async def _after(self, lost: control_pb2.Deployment, error: P2PShardError) -> control_pb2.Deployment:
-        """The deployment once another epoch is ready. Raises `error` when none comes into sight."""
+        """The deployment once another epoch is ready.
+
+        Raises `error` when none comes into sight, or one that is no substitute: other weights, less context.
+        """
         try:
             async with asyncio.timeout(self._limits.recover_s):
                 while (now := self._view.find(lost.id)) is not None and now.state == "ready":
                     if now.plan.epoch != lost.plan.epoch:
-                        return now
+                        break
                     await asyncio.sleep(_LOSS_SEEN_S)  # the driver knows of its loss before the cluster does
         except TimeoutError:
             raise error from None
-        return await self._ready(lost.model)
+        found = await self._ready(lost.model)
+        if found.plan.context < lost.plan.context or found.plan.manifest != lost.plan.manifest:
+            raise error
+        return found
 
     async def _load_text(self, manifest: str) -> TextModel:
         self._renderer.warm()
