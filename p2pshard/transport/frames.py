@@ -265,7 +265,7 @@ def encode(frame: Frame, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
     """The frame's messages, each of at most `chunk_bytes`; tensor bytes are copied once."""
     parts = _tensors(frame)
     header = msgpack.packb(_header(frame, [meta for meta, _ in parts]))
-    segments = [memoryview(header), *(data for _, data in parts)]
+    segments = [memoryview(header), *(data for _, data in parts if len(data))]
     crc, size = 0, 0
     for segment in segments:
         crc, size = zlib.crc32(segment, crc), size + len(segment)
