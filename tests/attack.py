@@ -70,10 +70,14 @@ def _commands(plan: Plan) -> list[bytes]:
 
 
 async def _call(channel: grpc.aio.Channel, method: str, messages: Sequence[bytes]) -> None:
-    """One stream of messages; read until the worker ends it."""
+    """One stream of messages; read until the worker ends it.
+
+    gRPC lets a connection that had many streams reset open no further one until its next keepalive, 10 s
+    later: such a wait is the attacker's, and not a fault of the worker.
+    """
     call: Any = raw_stream(channel, method)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for message in messages:
                 await call.write(message)
             await call.done_writing()
