@@ -116,7 +116,14 @@ def test_the_window_stays_small() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-1.5b-instruct"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smollm2-135m-instruct",
+        pytest.param("gemma3-270m", marks=pytest.mark.slow),
+        pytest.param("qwen2.5-coder-1.5b-instruct", marks=pytest.mark.slow),
+    ],
+)
 def test_real_tokenizers(name: str) -> None:
     from tests.unit.text_models import text_model
 

@@ -69,6 +69,7 @@ def test_encodes_and_decodes_as_transformers_does(name: str) -> None:
     assert made.tokens["eos_ids"] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_where_we_follow_the_models_own_tokenizer() -> None:
     """transformers leaves these out when it reads a GGUF; the tokenizers as published have them."""

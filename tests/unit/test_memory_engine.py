@@ -126,9 +126,9 @@ def test_a_tiny_model_cut_in_the_middle(tmp_path: Path) -> None:
     ("name", "dtype", "first", "last", "context"),
     [
         ("smollm2-135m-instruct", "int8", 0, 9, 8192),
-        ("smollm2-135m-instruct", "bfloat16", 20, -1, 8192),
+        pytest.param("smollm2-135m-instruct", "bfloat16", 20, -1, 8192, marks=pytest.mark.slow),
         ("smollm2-135m-instruct", "float32", 0, -1, 2048),
-        ("gemma3-270m", "int8", 9, -1, 8192),
+        pytest.param("gemma3-270m", "int8", 9, -1, 8192, marks=pytest.mark.slow),
         pytest.param("qwen2.5-coder-1.5b-instruct", "int8", 0, 9, 8192, marks=pytest.mark.slow),
         pytest.param("qwen2.5-coder-1.5b-instruct", "int8", 20, -1, 8192, marks=pytest.mark.slow),
     ],

@@ -90,7 +90,10 @@ def test_rendered_as_transformers_does(name: str, prompt: bool) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"])
+@pytest.mark.parametrize(
+    "name",
+    ["smollm2-135m-instruct", pytest.param("qwen2.5-coder-1.5b-instruct", marks=pytest.mark.slow)],
+)
 def test_real_models_as_transformers_apply_chat_template(name: str) -> None:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
