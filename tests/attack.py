@@ -37,9 +37,9 @@ def mutate(message: bytes, rng: random.Random) -> bytes:
                 data[at : at + 9] = b"\xcf" + (2**63).to_bytes(8, "big")
             case _:
                 data[at:at] = rng.choice([b"\xa9../../etc", b"\xcf" + b"\xff" * 8, rng.randbytes(9)])
-    if rng.random() < 0.5 and len(data) > 20:
-        body = bytes(data[20:])
-        data[8:20] = struct.pack("!QI", len(body), zlib.crc32(body))
+    if rng.random() < 0.5 and len(data) > 24:
+        body, spent = bytes(data[24:]), bytes(data[16:20])
+        data[8:24] = struct.pack("!Q4sI", len(body), spent, zlib.crc32(spent, zlib.crc32(body)))
     return bytes(data)
 
 

@@ -1,7 +1,7 @@
 """Frames of the data plane: a msgpack header and raw tensor bytes, cut into messages of at most 1 MiB.
 
 A frame's body is ``header ‖ payload``. Its first message starts with a fixed prefix (version, header
-length, body length, CRC-32 of the body), each further one with its index. `Assembler` puts the
+length, body length, time spent encoding, CRC-32 of the body and that time), each further one with its index. `Assembler` puts the
 messages of one stream together again and checks every length, type, shape, dtype and codec against
 `Limits`, which follow from the plan, before it allocates; anything else raises `ProtocolError` and ends
 that stream alone. Nothing is evaluated or unpickled.
@@ -12,6 +12,7 @@ Pure: no sockets here.
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ __all__ = [
     "CHUNK_BYTES",
     "VERSION",
     "Admitted",
+    "Arrival",
     "Assembler",
     "Deltas",
     "Frame",
@@ -41,7 +43,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 CHUNK_BYTES = 1 << 20
 """Most bytes of one message, prefix included."""
 
@@ -49,8 +51,11 @@ KINDS = ("hello", "hello_ack", "step", "tokens", "error", "ping", "pong")
 OUTPUTS = ("none", "sample", "logits", "hidden", "prompt_logprobs")
 
 _MAGIC = b"p2"
-_FIRST = struct.Struct("!2sBBIQI")  # magic, version, part, header bytes, body bytes, crc of the body
+_FIRST = struct.Struct(
+    "!2sBBIQ4sI"
+)  # magic, version, part, header bytes, body bytes, spent, crc of body and spent
 _REST = struct.Struct("!2sBBI")  # magic, version, part, index
+_SPENT = struct.Struct("!I")  # microseconds of the sender's own clock; a duration needs no common one
 _U32, _U63, _U64 = 2**32 - 1, 2**63 - 1, 2**64 - 1
 _TEXT = 4096
 
@@ -132,12 +137,29 @@ class Deltas:
 
 @dataclass(frozen=True)
 class Hop:
-    """What one stage spent on a step."""
+    """What one stage spent on a step, and the edge over which the step came to it."""
 
     stage: int
     queue_us: int
     """From the frame's arrival to the start of its computation."""
     compute_us: int
+    """The layers, without the sampler."""
+    sample_us: int = 0
+    """The sampler's part of the last stage."""
+    serialise_us: int = 0
+    """Encoding at the sender and decoding here; 0 on the first stage, which no edge leads to."""
+    nbytes: int = 0
+    """Of the frame as it came over the edge."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How a frame came over its edge; says nothing about what is in it, and is not sent on."""
+
+    nbytes: int
+    """Of all its messages."""
+    serialise_us: int
+    """Encoding at the sender and decoding here."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +214,8 @@ class Frame:
     """For kind ``error``: why the sender (or one behind it) cannot go on."""
     status: tuple[int, int, int] | None = None
     """For kind ``pong``: (stage, last step received, last step computed)."""
+    arrival: Arrival | None = None
+    """Set by the `Assembler`; None for a frame that was made here."""
 
     def with_hop(self, hop: Hop) -> Frame:
         return replace(self, hops=(*self.hops, hop))
@@ -252,7 +276,9 @@ def _header(frame: Frame, tensors: list[dict[str, Any]]) -> dict[str, Any]:
         ],
         "failed": [[s, _error_map(e)] for s, e in frame.failed],
         "tokens": [[t.sequence, t.id, t.logprob, [list(x) for x in t.top]] for t in frame.tokens],
-        "hops": [[h.stage, h.queue_us, h.compute_us] for h in frame.hops],
+        "hops": [
+            [h.stage, h.queue_us, h.compute_us, h.sample_us, h.serialise_us, h.nbytes] for h in frame.hops
+        ],
         "hello": _hello_list(frame.hello) if frame.hello else None,
         "error": _error_map(frame.error) if frame.error else None,
         "status": list(frame.status) if frame.status else None,
@@ -263,13 +289,16 @@ def _header(frame: Frame, tensors: list[dict[str, Any]]) -> dict[str, Any]:
 
 def encode(frame: Frame, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
     """The frame's messages, each of at most `chunk_bytes`; tensor bytes are copied once."""
+    begun = time.perf_counter()
     parts = _tensors(frame)
     header = msgpack.packb(_header(frame, [meta for meta, _ in parts]))
     segments = [memoryview(header), *(data for _, data in parts if len(data))]
     crc, size = 0, 0
     for segment in segments:
         crc, size = zlib.crc32(segment, crc), size + len(segment)
-    prefix = _FIRST.pack(_MAGIC, VERSION, 0, len(header), size, crc)
+    # All but the copies into messages, which are small beside header and checksum.
+    spent = _SPENT.pack(min(_U32, int((time.perf_counter() - begun) * 1e6)))
+    prefix = _FIRST.pack(_MAGIC, VERSION, 0, len(header), size, spent, zlib.crc32(spent, crc))
     index = 0
     while True:
         pieces: list[bytes | memoryview] = [prefix]
@@ -465,11 +494,17 @@ def _tokens(value: object, limits: Limits) -> tuple[SampledToken, ...]:
     return tuple(found)
 
 
+_HOP_VALUES = tuple(Hop.__dataclass_fields__)[1:]
+
+
 def _hops(value: object, limits: Limits) -> tuple[Hop, ...]:
-    items = (_list(h, "hop", 3, 3) for h in _list(value, "hops", limits.stages))
+    items = (_list(h, "hop", 6, 6) for h in _list(value, "hops", limits.stages))
     return tuple(
-        Hop(_int(s, "stage", limits.stages - 1), _int(q, "queue_us"), _int(c, "compute_us"))
-        for s, q, c in items
+        Hop(
+            _int(stage, "stage", limits.stages - 1),
+            *(_int(v, name) for v, name in zip(values, _HOP_VALUES, strict=True)),
+        )
+        for stage, *values in items
     )
 
 
@@ -589,12 +624,27 @@ class Assembler:
         self._header = bytearray()
         self._payload = bytearray()
         self._header_bytes = self._body_bytes = self._crc = self._filled = self._index = 0
+        self._spent = _SPENT.pack(0)
+        self._arrived = 0
+        self._fed_s = 0.0
         self._frame: Frame | None = None
         self._metas: tuple[_TensorMeta, ...] = ()
         self._open = False
 
     def feed(self, message: bytes) -> Frame | None:
         """The frame that this message completes, or None when more are to come. Raises `ProtocolError`."""
+        begun = time.perf_counter()
+        frame = self._take(message)
+        self._arrived += len(message)
+        self._fed_s += time.perf_counter() - begun
+        if frame is None:
+            return None
+        spent_us = _SPENT.unpack(self._spent)[0] + int(self._fed_s * 1e6)
+        frame = replace(frame, arrival=Arrival(self._arrived, spent_us))
+        self._arrived, self._fed_s = 0, 0.0
+        return frame
+
+    def _take(self, message: bytes) -> Frame | None:
         if len(message) > CHUNK_BYTES or len(message) < _REST.size or message[:2] != _MAGIC:
             raise _fail(f"a message of {len(message)} bytes that is not ours")
         if message[2] != VERSION:
@@ -633,7 +683,7 @@ class Assembler:
             raise _fail("unknown part")
         if self._open:
             raise _fail("a frame begins inside another")
-        _, _, _, header, body, crc = _FIRST.unpack_from(message)
+        _, _, _, header, body, spent, crc = _FIRST.unpack_from(message)
         limits = self._limits
         if not 1 <= header <= limits.header_bytes or not 0 <= body - header <= limits.payload_bytes:
             raise _fail(
@@ -641,6 +691,7 @@ class Assembler:
                 f"the plan allows {limits.header_bytes} and {limits.payload_bytes}"
             )
         self._header_bytes, self._body_bytes, self._crc, self._index, self._open = header, body, crc, 0, True
+        self._spent = spent
         return _FIRST.size
 
     def _parse_header(self) -> None:
@@ -659,7 +710,7 @@ class Assembler:
         self._frame = frame
 
     def _finish(self) -> Frame:
-        if zlib.crc32(self._payload, zlib.crc32(self._header)) != self._crc:
+        if zlib.crc32(self._spent, zlib.crc32(self._payload, zlib.crc32(self._header))) != self._crc:
             raise _fail("checksum is wrong")
         frame, offset = self._frame, 0
         assert frame is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 import tracemalloc
 import zlib
 from typing import Any
@@ -18,6 +19,7 @@ from p2pshard.errors import ProtocolError, StageLost
 from p2pshard.planning.plan import Epoch
 from p2pshard.sampling import SamplingParams
 from p2pshard.transport.frames import (
+    VERSION,
     Admitted,
     Assembler,
     Deltas,
@@ -32,6 +34,8 @@ from p2pshard.transport.frames import (
 
 LIMITS = Limits(chunk_tokens=64, hidden_size=8, vocab_size=100, blocks=32, context=256, stages=3)
 EPOCH = Epoch(3, "node-a")
+PREFIX = 24
+"""Bytes of a frame's first message before its header."""
 
 
 def assemble(messages: list[bytes], limits: Limits = LIMITS, epoch: Epoch | None = EPOCH) -> Frame | None:
@@ -53,7 +57,7 @@ def step_frame(tokens: int = 5, hidden: int = 8) -> Frame:
         deltas=Deltas(free=(1, 2), truncate=((4, 1),), copy=((3, 9),), allocate=((7, ((0, 3), (8, 1))),)),
         admitted=(Admitted(7, 4, SamplingParams(temperature=0.5, seed=2**64 - 1, top_k=4)),),
         failed=((7, StageLost("node b is gone", node="b", layers=[2, 3])),),
-        hops=(Hop(0, 10, 2000),),
+        hops=(Hop(0, 10, 2000, 30, 4, 5678),),
     )
 
 
@@ -137,17 +141,45 @@ def test_frames_above_four_mebibytes_are_cut() -> None:
     assert got is not None and same(frame, got)
 
 
+def test_an_arrival_counts_its_bytes_and_both_ends_time() -> None:
+    frame = step_frame(tokens=64)
+    messages = list(encode(frame, chunk_bytes=200))
+    assert len(messages) > 10
+    assembler, begun, got = Assembler(LIMITS, epoch=EPOCH), time.perf_counter(), None
+    for message in messages:
+        got = assembler.feed(message)
+        time.sleep(0.001)  # between two messages of a frame: the wire's time, not ours
+    taken_us = (time.perf_counter() - begun) * 1e6
+    assert got is not None and got.arrival is not None
+    assert got.arrival.nbytes == sum(map(len, messages))
+    assert 0 < got.arrival.serialise_us < taken_us - 1000 * (len(messages) - 1)
+    again = assembler.feed(next(iter(encode(step_frame()))))
+    assert again is not None and again.arrival is not None, "the counts begin anew with each frame"
+    assert again.arrival.nbytes == len(next(iter(encode(step_frame()))))
+
+
+def test_the_senders_time_reaches_the_receiver() -> None:
+    (message,) = encode(step_frame())
+    body = message[PREFIX:]
+    spent = (70_000).to_bytes(4, "big")
+    slow = message[:16] + spent + zlib.crc32(spent, zlib.crc32(body)).to_bytes(4, "big") + body
+    got = assemble([slow])
+    assert got is not None and got.arrival is not None
+    assert 70_000 <= got.arrival.serialise_us < 170_000
+
+
 # -- refusals -------------------------------------------------------------------------------------
 def forge(change: Any, payload: bytes | None = None) -> list[bytes]:
     """A frame with a changed header and a right checksum: only the checks can refuse it."""
     original = b"".join(encode(step_frame()))
     header_bytes = struct.unpack_from("!I", original, 4)[0]
-    header = msgpack.unpackb(original[20 + 4 - 4 : 20 + header_bytes], raw=False, strict_map_key=False)
-    body = original[20 + header_bytes :] if payload is None else payload
+    header = msgpack.unpackb(original[PREFIX : PREFIX + header_bytes], raw=False, strict_map_key=False)
+    body = original[PREFIX + header_bytes :] if payload is None else payload
     changed = change(header)
     packed = msgpack.packb(header if changed is None else changed)
-    crc = zlib.crc32(body, zlib.crc32(packed))
-    return [struct.pack("!2sBBIQI", b"p2", 1, 0, len(packed), len(packed) + len(body), crc) + packed + body]
+    crc = zlib.crc32(bytes(4), zlib.crc32(body, zlib.crc32(packed)))
+    prefix = struct.pack("!2sBBIQII", b"p2", VERSION, 0, len(packed), len(packed) + len(body), 0, crc)
+    return [prefix + packed + body]
 
 
 def put(*path: Any, value: Any) -> Any:
@@ -207,7 +239,10 @@ def test_the_forge_itself_is_sound() -> None:
         put("failed", 0, 1, "details", value={"node": "../x"}),
         put("failed", 0, 1, "message", value="m" * 5000),
         put("hops", 0, 0, value=3),
-        put("hops", value=[[0, 1, 1]] * 4),
+        put("hops", value=[[0, 1, 1, 1, 1, 1]] * 4),
+        put("hops", value=[[0, 1, 1]]),
+        put("hops", 0, 5, value=-1),
+        put("hops", 0, 4, value=1.5),
         put("hops", value=b"bytes"),
     ],
 )
@@ -220,7 +255,7 @@ def test_lengths_are_refused_before_memory_is_taken() -> None:
     tracemalloc.start()
     for header, body in ((2**32 - 1, 2**63), (10, 2**63 - 1), (100, 40), (0, 0), (100, 2**40)):
         with pytest.raises(ProtocolError):
-            assemble([struct.pack("!2sBBIQI", b"p2", 1, 0, header, body, 0) + b"x" * 10])
+            assemble([struct.pack("!2sBBIQII", b"p2", VERSION, 0, header, body, 0, 0) + b"x" * 10])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
@@ -286,11 +321,12 @@ def test_ten_thousand_mutations_are_refused_or_harmless(repair_checksum: bool) -
         message = mutate(original, rng)
         if message == original:
             continue
-        if repair_checksum and len(message) > 20:
+        if repair_checksum and len(message) > PREFIX:
             header = struct.unpack_from("!I", message, 4)[0]
-            body = message[20:]
+            body, spent = message[PREFIX:], message[16:20]
+            crc = zlib.crc32(spent, zlib.crc32(body))
             message = (
-                message[:8] + struct.pack("!QI", len(body), zlib.crc32(body)) + body
+                message[:8] + struct.pack("!Q4sI", len(body), spent, crc) + body
                 if header < len(body)
                 else message
             )

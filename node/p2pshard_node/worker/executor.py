@@ -94,6 +94,7 @@ class StageExecutor:
         self._apply(frame.deltas)
         failed = dict(frame.failed)
         results = self._forward(frame, failed)
+        computed = time.perf_counter()
         if self._head:
             tokens = self._sample(frame, results, failed)
             out = replace(
@@ -102,8 +103,15 @@ class StageExecutor:
             )  # fmt: skip
         else:
             out = replace(frame, hidden_TD=self._join(frame, results))
-        spent = int((time.perf_counter() - begun) * 1e6)
-        return replace(out, failed=tuple(failed.items())).with_hop(Hop(self._index, queued_us, spent))
+        hop = Hop(
+            self._index,
+            queued_us,
+            compute_us=int((computed - begun) * 1e6),
+            sample_us=int((time.perf_counter() - computed) * 1e6) if self._head else 0,
+            serialise_us=frame.arrival.serialise_us if frame.arrival else 0,
+            nbytes=frame.arrival.nbytes if frame.arrival else 0,
+        )
+        return replace(out, failed=tuple(failed.items()), arrival=None).with_hop(hop)
 
     # -- block table ----------------------------------------------------------------------------
     def _apply(self, deltas: Deltas) -> None:
