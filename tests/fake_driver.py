@@ -155,6 +155,10 @@ class FakeDriver:
         async def write(**event: Any) -> None:
             await events.put(generate_pb2.DriverEvent(**event).SerializeToString())
 
+        async def tell(request: Any, **news: Any) -> None:
+            message = generate_pb2.News(request=request.request, attempt=request.attempt, **news)
+            await write(batch=generate_pb2.Batch(news=[message]))
+
         async def write_all() -> None:
             while True:
                 await context.write(await events.get())
@@ -175,21 +179,20 @@ class FakeDriver:
                     await write(hello=command.hello)
                 elif kind == "submit":
                     self.submits.append(command.submit)
-                    tasks[command.submit.request] = asyncio.create_task(self._run(command.submit, write))
+                    tasks[command.submit.request] = asyncio.create_task(self._run(command.submit, tell))
                 elif command.cancel.request in tasks:
                     self.cancelled.append(command.cancel.request)
                     tasks[command.cancel.request].cancel()
-                    await write(finished=self._finished(command.cancel, "cancelled"))
+                    await tell(command.cancel, finished="cancelled")
         finally:
             for task in (writer, *tasks.values()):
                 task.cancel()
             await asyncio.gather(writer, *tasks.values(), return_exceptions=True)
 
-    async def _run(self, submit: generate_pb2.Submit, write: Callable[..., Any]) -> None:
+    async def _run(self, submit: generate_pb2.Submit, tell: Callable[..., Any]) -> None:
         self.running.add(submit.request)
         try:
-            name = {"request": submit.request, "attempt": submit.attempt}
-            await write(started=generate_pb2.Started(**name))
+            await tell(submit, started=True)
             index, reason = len(submit.output_ids), ""
             while not reason:
                 await asyncio.sleep(self.delay_s)
@@ -197,7 +200,7 @@ class FakeDriver:
                 while len(tokens) < self.batch and not reason:
                     at = index + len(tokens)
                     if at == self.fail_at:
-                        await write(failed=self._failed(name))
+                        await tell(submit, failed=self._failed())
                         return
                     token = self.next_token(submit.prompt_ids, at)
                     tokens.append(self._token(token, submit.sampling.logprobs))
@@ -206,9 +209,9 @@ class FakeDriver:
                     elif at + 1 == submit.max_tokens:
                         reason = "length"
                 where = index + 1 if index == self.skip_at else index
-                await write(tokens=generate_pb2.Tokens(**name, index=where, tokens=tokens))
+                await tell(submit, index=where, tokens=tokens)
                 index += len(tokens)
-            await write(finished=self._finished(submit, reason))
+            await tell(submit, finished=reason)
         finally:
             self.running.discard(submit.request)
 
@@ -219,16 +222,11 @@ class FakeDriver:
         top = [generate_pb2.TokenLogprob(id=(token + i) % 256, logprob=-0.5 - i) for i in range(logprobs)]
         return generate_pb2.Token(id=token, logprob=-0.5, top=top)
 
-    @staticmethod
-    def _finished(request: Any, reason: str) -> generate_pb2.Finished:
-        return generate_pb2.Finished(request=request.request, attempt=request.attempt, reason=reason)
-
-    def _failed(self, name: dict[str, Any]) -> generate_pb2.Failed:
+    def _failed(self) -> generate_pb2.Error:
         wire = self.failure.to_wire()
-        error = generate_pb2.Error(
+        return generate_pb2.Error(
             code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
         )
-        return generate_pb2.Failed(**name, error=error)
 
 
 class FakeCluster:

@@ -233,7 +233,9 @@ class Gateway:
         self.logprobs: dict[str, list[Any]] = {}
         self.ends: dict[str, asyncio.Future[Any]] = {}
         self.order: list[tuple[str, float]] = []
-        """(request, time) of each token message."""
+        """(request, time) of each message's tokens of a request."""
+        self.messages = 0
+        """That have come."""
         self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Gateway:
@@ -277,17 +279,19 @@ class Gateway:
                 end.set_exception(failure)
 
     def _take(self, event: generate_pb2.DriverEvent) -> None:
-        match event.WhichOneof("event"):
-            case "tokens":
-                got = self.tokens[event.tokens.request]
-                assert event.tokens.index == len(got), "a gap or a repeat"
-                got += [t.id for t in event.tokens.tokens]
-                self.logprobs[event.tokens.request] += list(event.tokens.tokens)
-                self.order.append((event.tokens.request, time.perf_counter()))
-            case "finished":
-                self.ends[event.finished.request].set_result(event.finished.reason)
-            case "failed":
-                self.ends[event.failed.request].set_result(event.failed.error)
+        self.messages += 1
+        for news in event.batch.news:
+            name, got = news.request, self.tokens[news.request]
+            if news.tokens:
+                assert news.index == len(got), "a gap or a repeat"
+                got += [t.id for t in news.tokens]
+                self.logprobs[name] += list(news.tokens)
+                self.order.append((name, time.perf_counter()))
+            match news.WhichOneof("end"):
+                case "finished":
+                    self.ends[name].set_result(news.finished)
+                case "failed":
+                    self.ends[name].set_result(news.failed)
 
     async def submit(
         self,

@@ -14,7 +14,7 @@ import pytest
 from p2pshard_node.engine.stage import StepBatch
 from p2pshard_node.worker.driver import Driver
 from p2pshard_node.worker.executor import StageExecutor
-from p2pshard_node.worker.outbox import MAX_EVENTS, Outbox
+from p2pshard_node.worker.outbox import MAX_UNSENT, Outbox
 from p2pshard_node.worker.pace import Pace
 
 from p2pshard.errors import StageLost
@@ -115,19 +115,20 @@ class Call:
         plan = digest or self.plan.digest()
         self.say(hello=generate_pb2.DriverHello(epoch=epoch, plan_digest=plan, deployment="d", gateway="g"))
 
+    def news(self, name: str) -> list[generate_pb2.News]:
+        return [p for e in self.events for p in e.batch.news if p.request == name]
+
     async def end(self, name: str) -> Any:
         async with asyncio.timeout(5):
             while True:
-                for event in self.events:
-                    kind = event.WhichOneof("event")
-                    if kind in ("finished", "failed") and getattr(event, kind).request == name:
-                        return event.finished.reason if kind == "finished" else event.failed.error
+                for news in self.news(name):
+                    if end := news.WhichOneof("end"):
+                        return getattr(news, end)
                 self.changed.clear()
                 await self.changed.wait()
 
     def tokens(self, name: str) -> list[int]:
-        got = [e.tokens for e in self.events if e.HasField("tokens") and e.tokens.request == name]
-        return [t.id for tokens in got for t in tokens.tokens]
+        return [t.id for p in self.news(name) for t in p.tokens]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -267,17 +268,56 @@ async def test_a_hello_of_another_plan_is_refused(toy: Toy) -> None:
     assert call.aborted is not None and "another plan" in call.aborted[1]
 
 
-async def test_an_outbox_joins_tokens_and_gives_a_deaf_gateway_up() -> None:
+async def test_what_a_step_has_for_a_gateway_is_one_message(toy: Toy) -> None:
+    async with toy.gateway() as call:
+        for i in range(4):
+            call.submit(f"r{i}", [i + 1, 5], 9)
+        for i in range(4):
+            await call.end(f"r{i}")
+        batches = [e.batch.news for e in call.events if e.HasField("batch")]
+        # Four requests of nine tokens each: a message for each step, in which tokens and ends come together.
+        assert len(batches) <= toy.steps and max(len(b) for b in batches) == 4
+        assert all(len({p.request for p in b}) == len(b) for b in batches)
+        last = call.news("r0")[-1]
+        assert last.finished == "length" and last.tokens and call.news("r0")[0].started
+
+
+async def read(box: Outbox) -> list[generate_pb2.News]:
+    return list(generate_pb2.DriverEvent.FromString(await box.get() or b"").batch.news)
+
+
+async def test_an_outbox_joins_what_is_unsent_in_messages_of_bounded_size() -> None:
     box = Outbox()
-    for index in range(1000):
+    box.started("a", 1)
+    for index in range(5000):
         box.token("a", 1, index, generate_pb2.Token(id=index))
-    box.put(generate_pb2.DriverEvent(finished=generate_pb2.Finished(request="a", attempt=1, reason="stop")))
-    first = generate_pb2.DriverEvent.FromString(await box.get() or b"")
-    assert [t.id for t in first.tokens.tokens] == list(range(1000))
-    box.token("a", 1, 1000, generate_pb2.Token(id=0))  # the joined event is on its way: a new one
-    assert generate_pb2.DriverEvent.FromString(await box.get() or b"").finished.reason == "stop"
-    for i in range(MAX_EVENTS + 1):
-        box.put(generate_pb2.DriverEvent(started=generate_pb2.Started(request=str(i))))
+    box.token("b", 1, 7, generate_pb2.Token(id=3))
+    box.finished("a", 1, "stop")
+    box.token("a", 2, 0, generate_pb2.Token(id=9))  # another attempt: never mixed with the first
+    first, second = await read(box), await read(box)
+    assert sum(len(p.tokens) for p in first) == 4096 and first[0].started
+    whole = [p for p in (*first, *second) if p.request == "a" and p.attempt == 1]
+    assert [t.id for p in whole for t in p.tokens] == list(range(5000))
+    at = 0
+    for news in whole:
+        assert news.index == at
+        at += len(news.tokens)
+    assert whole[-1].finished == "stop"
+    others = [(p.request, p.attempt, p.index) for p in second if p not in whole]
+    assert others == [("b", 1, 7), ("a", 2, 0)]
+    box.token("b", 1, 8, generate_pb2.Token(id=4))  # what is on its way is not added to
+    assert [p.index for p in await read(box)] == [8]
+
+
+async def test_an_outbox_gives_a_deaf_gateway_up_and_not_one_that_reads() -> None:
+    box = Outbox()
+    for _ in range(3):
+        for i in range(MAX_UNSENT // 2):
+            box.started(str(i % 9), 1 + i // 9)
+        while box._unsent:
+            assert await read(box)
+    for i in range(MAX_UNSENT + 1):
+        box.token("a", 1, i, generate_pb2.Token(id=1))
     assert await box.get() is None
 
 

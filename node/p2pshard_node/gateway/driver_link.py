@@ -38,7 +38,7 @@ def error_from_proto(message: generate_pb2.Error) -> P2PShardError:
 class DriverLink:
     """One stream of commands and events, accepted by a hello; it is lost once and then never used again.
 
-    `on_event` and `on_lost` are called from its reading task and must not wait, so that a slow request never
+    `on_news` and `on_lost` are called from its reading task and must not wait, so that a slow request never
     holds up another's tokens.
     """
 
@@ -50,7 +50,7 @@ class DriverLink:
         channel: grpc.aio.Channel,
         *,
         queue: int,
-        on_event: Callable[[DriverLink, generate_pb2.DriverEvent], None],
+        on_news: Callable[[DriverLink, generate_pb2.News], None],
         on_lost: Callable[[DriverLink, P2PShardError], None],
     ) -> None:
         self.plan = plan
@@ -60,7 +60,7 @@ class DriverLink:
         """Why the stream is gone."""
         self._channel = channel
         self._commands: asyncio.Queue[bytes] = asyncio.Queue(queue)
-        self._on_event = on_event
+        self._on_news = on_news
         self._on_lost = on_lost
         self._call: Any = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -101,9 +101,6 @@ class DriverLink:
         except DecodeError as error:
             await self.close()
             raise ProtocolError(f"the driver at {self.target} answered no DriverEvent") from error
-        if event.WhichOneof("event") == "failed":
-            await self.close()
-            raise error_from_proto(event.failed.error)
         if event.WhichOneof("event") != "hello" or event.hello.epoch != hello.epoch:
             await self.close()
             raise Conflict(f"the driver at {self.target} serves another epoch than {self.plan.epoch.n}")
@@ -169,7 +166,8 @@ class DriverLink:
         failure: Exception | None = None
         try:
             while (data := await self._call.read()) is not EOF:
-                self._on_event(self, generate_pb2.DriverEvent.FromString(data))
+                for news in generate_pb2.DriverEvent.FromString(data).batch.news:
+                    self._on_news(self, news)
         except DecodeError:
             self.lose(ProtocolError(f"the driver at {self.target} sent bytes that are no DriverEvent"))
             return

@@ -383,42 +383,37 @@ class Gateway:
             target,
             make_channel(target, self._credentials, own_connection=True),
             queue=4 * self._limits.requests,
-            on_event=self._on_event,
+            on_news=self._on_news,
             on_lost=self._on_lost,
         )
         await link.open(self.node_id)
         return link
 
-    def _on_event(self, link: DriverLink, event: generate_pb2.DriverEvent) -> None:
-        kind = event.WhichOneof("event")
-        if kind not in ("tokens", "finished", "failed", "started"):
-            return
-        message = getattr(event, kind)
-        running = self._table.get(message.request)
-        if running is None or running.link is not link or message.attempt != running.log.attempt:
+    def _on_news(self, link: DriverLink, news: generate_pb2.News) -> None:
+        running = self._table.get(news.request)
+        if running is None or running.link is not link or news.attempt != running.log.attempt:
             return  # it has ended here, or moved on to another attempt
-        if kind == "tokens":
+        if news.started:
+            running.state = "running"
+        if news.tokens:
             try:
-                running.take(message)
+                running.take(news)
             except (ProtocolError, Overloaded) as error:
                 self._fail(running, error)
-            # Ended by a stop string: only we can see those. (A driver knows EOS and max_tokens itself.)
-            outcome = running.log.outcome
-            if outcome is not None and outcome.stop_string:
-                self._tell_cancel(running)
-        elif kind == "started":
-            running.state = "running"
-        elif kind == "failed":
-            failure = error_from_proto(message.error)
+        end = news.WhichOneof("end")
+        if end == "failed":
+            failure = error_from_proto(news.failed)
             if isinstance(failure, Conflict):  # its worker ends, or another epoch takes its place
                 failure = link.stage_lost(f"serves this epoch no longer ({failure.message})")
             self._lost(running, failure)
-        elif message.reason in _DRIVER_REASONS:
-            running.end(message.reason)
-        else:
+        elif end == "finished" and news.finished in _DRIVER_REASONS:
+            running.end(news.finished)
+        elif end == "finished":
             running.fail(
-                ProtocolError(f"the driver ended the request for an unknown reason: {message.reason!r}")
+                ProtocolError(f"the driver ended the request for an unknown reason: {news.finished!r}")
             )
+        elif running.log.outcome is not None and running.log.outcome.stop_string:
+            self._tell_cancel(running)  # only we can see stop strings; a driver knows EOS and max_tokens
 
     def _on_lost(self, link: DriverLink, error: P2PShardError) -> None:
         log.warning("lost the driver of %s at %s: %s", link.plan.model, link.target, error)

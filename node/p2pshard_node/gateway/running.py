@@ -55,7 +55,7 @@ class Running:
         self._detokeniser = text.detokeniser()
 
     # -- the driver's side ----------------------------------------------------------------------
-    def take(self, message: generate_pb2.Tokens) -> None:
+    def take(self, message: generate_pb2.News) -> None:
         """Append what continues the log; ends it at EOS, a stop string or max_tokens.
 
         Raises `ProtocolError` when tokens were lost on the way, `Overloaded` when the client does not read.

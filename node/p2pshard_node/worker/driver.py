@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from p2pshard.transport.generated import generate_pb2, plan_pb2
 from p2pshard_node.scheduling.scheduler import Request, Scheduler, Step
 from p2pshard_node.worker.outbox import Outbox
 from p2pshard_node.worker.pace import Pace
+from p2pshard_node.worker.trace import Trip, TripWindow
 
 __all__ = ["DRIVER_METHOD", "Driver"]
 
@@ -109,8 +109,7 @@ class Driver:
         self._probe: asyncio.Future[None] | None = None
         self.pace = Pace()
         self._steps = self._tokens = self._most_rows = 0
-        self._recent: deque[tuple[float, float]] = deque(maxlen=256)
-        """(round trip, part of it outside computing and queues) in seconds."""
+        self._trips = TripWindow(len(plan.stages))
 
     # -- what it is doing -----------------------------------------------------------------------
     @property
@@ -119,10 +118,6 @@ class Driver:
 
     def stats(self) -> dict[str, Any]:
         """For ``{ev: stats}``: counts since activation, times over the last steps."""
-        hops = len(self._plan.stages) if len(self._plan.stages) > 1 else 0
-        trips = sorted(t for t, _ in self._recent)
-        outside = sorted(o for _, o in self._recent)
-        middle = len(trips) // 2
         return {
             "count": self._steps,
             "tokens": self._tokens,
@@ -130,8 +125,7 @@ class Driver:
             "in_flight": self._scheduler.in_flight,
             "waiting": self._scheduler.waiting,
             "window": self._scheduler.window,
-            "round_trip_ms": trips[middle] * 1e3 if trips else 0.0,
-            "hop_overhead_ms": outside[middle] * 1e3 / hops if trips and hops else 0.0,
+            "trace": self._trips.report(under_way=bool(self._flights)).to_json(),
         }
 
     def late(self) -> tuple[int, float, float] | None:
@@ -156,8 +150,7 @@ class Driver:
             for sequence, _ in step.allocated:
                 running = self._sequences.get(sequence)
                 if running is not None and running.gateway is not None:
-                    started = generate_pb2.Started(request=running.request, attempt=running.attempt)
-                    running.gateway.outbox.put(generate_pb2.DriverEvent(started=started))
+                    running.gateway.outbox.started(running.request, running.attempt)
             self._submit_step(self._frame(step))
 
     def _frame(self, step: Step) -> Frame:
@@ -206,8 +199,12 @@ class Driver:
         self._steps += 1
         self._tokens += len(frame.tokens)
         self._most_rows = max(self._most_rows, sum(r.sample for r in flight.step.rows))
-        inside = sum(h.queue_us + h.compute_us for h in frame.hops) / 1e6
-        self._recent.append((trip, max(0.0, trip - inside)))
+        prefill = any(
+            r.start < running.prompt_length
+            for r in flight.step.rows
+            if (running := self._sequences.get(r.sequence)) is not None
+        )
+        self._trips.add(Trip(flight.sent, now, flight.step.tokens, prefill, frame.hops, frame.arrival))
 
     # -- ends -----------------------------------------------------------------------------------
     def _give(self, running: _Running, index: int, token: SampledToken) -> None:
@@ -236,8 +233,7 @@ class Driver:
             if self._probe is not None and not self._probe.done():
                 self._probe.set_result(None)
             return
-        finished = generate_pb2.Finished(request=running.request, attempt=running.attempt, reason=reason)
-        running.gateway.outbox.put(generate_pb2.DriverEvent(finished=finished))
+        running.gateway.outbox.finished(running.request, running.attempt, reason)
 
     def _fail(self, running: _Running, error: P2PShardError) -> None:
         self._drop(running)
@@ -253,8 +249,7 @@ class Driver:
         message = generate_pb2.Error(
             code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
         )
-        failed = generate_pb2.Failed(request=request, attempt=attempt, error=message)
-        gateway.outbox.put(generate_pb2.DriverEvent(failed=failed))
+        gateway.outbox.failed(request, attempt, message)
 
     def break_off(self, error: P2PShardError) -> None:
         """The epoch is over: every request hears `error`, and later ones too."""
@@ -280,7 +275,7 @@ class Driver:
         """One gateway's stream: commands in, events out. When it ends, its requests are cancelled."""
         hello = await self._hello(context)
         gateway = _Gateway(hello.gateway, Outbox())
-        gateway.outbox.put(generate_pb2.DriverEvent(hello=hello))
+        await context.write(generate_pb2.DriverEvent(hello=hello).SerializeToString())
         tasks = {
             asyncio.create_task(self._write(context, gateway)),
             asyncio.create_task(self._read(context, gateway)),

@@ -1,4 +1,7 @@
-"""What waits to be sent to one gateway: bounded, so that a slow one stalls nobody."""
+"""What waits to be sent to one gateway: bounded, so that a slow one stalls nobody.
+
+All that a step has for the gateway is put here before its writer runs again, and leaves as one message.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +10,84 @@ from collections import deque
 
 from p2pshard.transport.generated import generate_pb2
 
-__all__ = ["Outbox"]
+__all__ = ["MAX_UNSENT", "Outbox"]
 
-MAX_EVENTS = 8192
-"""Unsent events (many tokens of one request are one event) at which a gateway is given up."""
+MAX_UNSENT = 65536
+"""Unsent tokens and other news at which a gateway is given up."""
+_MESSAGE_TOKENS = 4096
+"""At most this many tokens and members in one message: with 20 logprobs each, about 1 MiB."""
+_MEMBER_TOKENS = 1024
 
 
 class Outbox:
-    """Events in order; tokens of a request whose last event is still unsent are added to that event."""
+    """News in order; what comes while earlier news of the same request is unsent is added to it."""
 
     def __init__(self) -> None:
-        self._events: deque[generate_pb2.DriverEvent] = deque()
-        self._open: dict[str, generate_pb2.DriverEvent] = {}
-        """Unsent token events by request."""
+        self._unsent: deque[generate_pb2.News] = deque()
+        self._open: dict[str, generate_pb2.News] = {}
+        """The last unsent member of each request that has not ended."""
+        self._count = 0
         self._filled = asyncio.Event()
         self.overflowed = False
 
-    def put(self, event: generate_pb2.DriverEvent) -> None:
-        """Queue an event; never waits. Beyond `MAX_EVENTS` everything is dropped and `overflowed` set."""
-        if len(self._events) >= MAX_EVENTS:
-            self.overflowed = True
-            self._events.clear()
-            self._open.clear()
-        if not self.overflowed:
-            self._events.append(event)
-        self._filled.set()
+    def started(self, request: str, attempt: int) -> None:
+        """It has left the waiting queue."""
+        if member := self._member(request, attempt):
+            member.started = True
 
     def token(self, request: str, attempt: int, index: int, token: generate_pb2.Token) -> None:
-        """Queue one token."""
-        waiting = self._open.get(request)
-        if waiting is not None and waiting.tokens.attempt == attempt:
-            waiting.tokens.tokens.append(token)
-            return
-        event = generate_pb2.DriverEvent(
-            tokens=generate_pb2.Tokens(request=request, attempt=attempt, index=index, tokens=[token])
-        )
-        self.put(event)
-        if not self.overflowed:
-            self._open[request] = event
+        """One more token, with output index `index`."""
+        if member := self._member(request, attempt):
+            if not member.tokens:
+                member.index = index
+            member.tokens.append(token)
+            if len(member.tokens) == _MEMBER_TOKENS:
+                del self._open[request]
+
+    def finished(self, request: str, attempt: int, reason: str) -> None:
+        if member := self._member(request, attempt):
+            member.finished = reason
+            del self._open[request]
+
+    def failed(self, request: str, attempt: int, error: generate_pb2.Error) -> None:
+        if member := self._member(request, attempt):
+            member.failed.CopyFrom(error)
+            del self._open[request]
+
+    def _member(self, request: str, attempt: int) -> generate_pb2.News | None:
+        """Where news of a request goes; never waits. None, and everything dropped, once there is too much."""
+        self._count += 1
+        self._filled.set()
+        if self._count > MAX_UNSENT:
+            self.overflowed = True
+            self._unsent.clear()
+            self._open.clear()
+        if self.overflowed:
+            return None
+        member = self._open.get(request)
+        if member is None or member.attempt != attempt:
+            member = self._open[request] = generate_pb2.News(request=request, attempt=attempt)
+            self._unsent.append(member)
+        return member
 
     async def get(self) -> bytes | None:
-        """The next event as bytes, or None once it overflowed."""
-        while not self._events and not self.overflowed:
+        """The next message, a `DriverEvent` of all that is unsent (up to a size); None once it overflowed."""
+        while not self._unsent and not self.overflowed:
             self._filled.clear()
             await self._filled.wait()
         if self.overflowed:
             return None
-        event = self._events.popleft()
-        if event.HasField("tokens") and self._open.get(event.tokens.request) is event:
-            del self._open[event.tokens.request]
-        return event.SerializeToString()
+        batch, size = [], 0
+        while self._unsent and size < _MESSAGE_TOKENS:
+            member = self._unsent.popleft()
+            if self._open.get(member.request) is member:
+                del self._open[member.request]
+            batch.append(member)
+            size += 1 + len(member.tokens)
+        self._count = max(0, self._count - sum(_news(member) for member in batch))
+        return generate_pb2.DriverEvent(batch=generate_pb2.Batch(news=batch)).SerializeToString()
+
+
+def _news(member: generate_pb2.News) -> int:
+    """How many calls made a member."""
+    return len(member.tokens) + member.started + (member.WhichOneof("end") is not None)

@@ -170,6 +170,7 @@ class WorkerCounts(_message.Message):
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     stage: _builtins.int
     pid: _builtins.int
@@ -177,6 +178,10 @@ class WorkerCounts(_message.Message):
     blocks_used: _builtins.int
     blocks_total: _builtins.int
     sequences: _builtins.int
+    @_builtins.property
+    def trace(self) -> Global___Trace:
+        """of the first stage's, where the driver is"""
+
     def __init__(
         self,
         *,
@@ -187,14 +192,148 @@ class WorkerCounts(_message.Message):
         blocks_used: _builtins.int = ...,
         blocks_total: _builtins.int = ...,
         sequences: _builtins.int = ...,
+        trace: Global___Trace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "deployment", b"deployment", "peak_bytes", b"peak_bytes", "pid", b"pid", "sequences", b"sequences", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "deployment", b"deployment", "peak_bytes", b"peak_bytes", "pid", b"pid", "sequences", b"sequences", "stage", b"stage", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerCounts: _TypeAlias = WorkerCounts  # noqa: Y015
+
+@_typing.final
+class Spread(_message.Message):
+    """Where the time of the last steps went; p2pshard/trace.py says what each value means."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEDIAN_FIELD_NUMBER: _builtins.int
+    P95_FIELD_NUMBER: _builtins.int
+    median: _builtins.float
+    p95: _builtins.float
+    def __init__(
+        self,
+        *,
+        median: _builtins.float = ...,
+        p95: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["median", b"median", "p95", b"p95"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Spread: _TypeAlias = Spread  # noqa: Y015
+
+@_typing.final
+class StageTrace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    SAMPLE_MS_FIELD_NUMBER: _builtins.int
+    SERIALISE_MS_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    busy: _builtins.float
+    bytes_per_token: _builtins.float
+    @_builtins.property
+    def queue_ms(self) -> Global___Spread: ...
+    @_builtins.property
+    def compute_ms(self) -> Global___Spread: ...
+    @_builtins.property
+    def sample_ms(self) -> Global___Spread: ...
+    @_builtins.property
+    def serialise_ms(self) -> Global___Spread: ...
+    def __init__(
+        self,
+        *,
+        queue_ms: Global___Spread | None = ...,
+        compute_ms: Global___Spread | None = ...,
+        sample_ms: Global___Spread | None = ...,
+        serialise_ms: Global___Spread | None = ...,
+        busy: _builtins.float = ...,
+        bytes_per_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute_ms", b"compute_ms", "queue_ms", b"queue_ms", "sample_ms", b"sample_ms", "serialise_ms", b"serialise_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes_per_token", b"bytes_per_token", "compute_ms", b"compute_ms", "queue_ms", b"queue_ms", "sample_ms", b"sample_ms", "serialise_ms", b"serialise_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageTrace: _TypeAlias = StageTrace  # noqa: Y015
+
+@_typing.final
+class PhaseTrace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_MS_FIELD_NUMBER: _builtins.int
+    WIRE_MS_FIELD_NUMBER: _builtins.int
+    HOP_OVERHEAD_MS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    tokens: _builtins.int
+    wall_s: _builtins.float
+    @_builtins.property
+    def round_trip_ms(self) -> Global___Spread: ...
+    @_builtins.property
+    def wire_ms(self) -> Global___Spread: ...
+    @_builtins.property
+    def hop_overhead_ms(self) -> Global___Spread: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageTrace]: ...
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+        round_trip_ms: Global___Spread | None = ...,
+        wire_ms: Global___Spread | None = ...,
+        hop_overhead_ms: Global___Spread | None = ...,
+        stages: _abc.Iterable[Global___StageTrace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hop_overhead_ms", b"hop_overhead_ms", "round_trip_ms", b"round_trip_ms", "wire_ms", b"wire_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hop_overhead_ms", b"hop_overhead_ms", "round_trip_ms", b"round_trip_ms", "stages", b"stages", "steps", b"steps", "tokens", b"tokens", "wall_s", b"wall_s", "wire_ms", b"wire_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseTrace: _TypeAlias = PhaseTrace  # noqa: Y015
+
+@_typing.final
+class Trace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPELL_FIELD_NUMBER: _builtins.int
+    UNDER_WAY_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    spell: _builtins.int
+    under_way: _builtins.bool
+    @_builtins.property
+    def decode(self) -> Global___PhaseTrace: ...
+    @_builtins.property
+    def prefill(self) -> Global___PhaseTrace: ...
+    def __init__(
+        self,
+        *,
+        spell: _builtins.int = ...,
+        under_way: _builtins.bool = ...,
+        decode: Global___PhaseTrace | None = ...,
+        prefill: Global___PhaseTrace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "spell", b"spell", "under_way", b"under_way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Trace: _TypeAlias = Trace  # noqa: Y015
 
 @_typing.final
 class HandshakeRequest(_message.Message):

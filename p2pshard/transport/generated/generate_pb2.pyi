@@ -281,152 +281,102 @@ class Error(_message.Message):
 Global___Error: _TypeAlias = Error  # noqa: Y015
 
 @_typing.final
-class Tokens(_message.Message):
-    """---- driver -> gateway ----------------------------------------------------------------------"""
+class News(_message.Message):
+    """---- driver -> gateway ----------------------------------------------------------------------
+    What is new of one request, and whether it is over.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     attempt: _builtins.int
+    started: _builtins.bool
+    """it has left the waiting queue"""
     index: _builtins.int
     """output index of the first token"""
+    finished: _builtins.str
+    """"stop", "length", "cancelled", "deadline" """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
+    @_builtins.property
+    def failed(self) -> Global___Error: ...
     def __init__(
         self,
         *,
         request: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        started: _builtins.bool = ...,
         index: _builtins.int = ...,
         tokens: _abc.Iterable[Global___Token] | None = ...,
+        finished: _builtins.str = ...,
+        failed: Global___Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "failed", b"failed", "finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "request", b"request", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end", "failed", b"failed", "finished", b"finished", "index", b"index", "request", b"request", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["finished", "failed"]  # noqa: Y015
+    _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
 
-Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
+Global___News: _TypeAlias = News  # noqa: Y015
 
 @_typing.final
-class Finished(_message.Message):
+class Batch(_message.Message):
+    """All that one step has for a gateway, or several steps while the gateway reads slowly."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    request: _builtins.str
-    attempt: _builtins.int
-    reason: _builtins.str
-    """"stop", "length", "cancelled", "deadline" """
-    def __init__(
-        self,
-        *,
-        request: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Finished: _TypeAlias = Finished  # noqa: Y015
-
-@_typing.final
-class Failed(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    request: _builtins.str
-    attempt: _builtins.int
+    NEWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def error(self) -> Global___Error: ...
+    def news(self) -> _containers.RepeatedCompositeFieldContainer[Global___News]: ...
     def __init__(
         self,
         *,
-        request: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        error: Global___Error | None = ...,
+        news: _abc.Iterable[Global___News] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["news", b"news"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Failed: _TypeAlias = Failed  # noqa: Y015
+Global___Batch: _TypeAlias = Batch  # noqa: Y015
 
 @_typing.final
 class DriverEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKENS_FIELD_NUMBER: _builtins.int
-    FINISHED_FIELD_NUMBER: _builtins.int
-    FAILED_FIELD_NUMBER: _builtins.int
     HELLO_FIELD_NUMBER: _builtins.int
-    STARTED_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def tokens(self) -> Global___Tokens: ...
-    @_builtins.property
-    def finished(self) -> Global___Finished: ...
-    @_builtins.property
-    def failed(self) -> Global___Failed: ...
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___DriverHello:
         """accepts the stream"""
 
     @_builtins.property
-    def started(self) -> Global___Started:
-        """the request left the waiting queue"""
-
+    def batch(self) -> Global___Batch: ...
     def __init__(
         self,
         *,
-        tokens: Global___Tokens | None = ...,
-        finished: Global___Finished | None = ...,
-        failed: Global___Failed | None = ...,
         hello: Global___DriverHello | None = ...,
-        started: Global___Started | None = ...,
+        batch: Global___Batch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "finished", b"finished", "hello", b"hello", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "event", b"event", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "finished", b"finished", "hello", b"hello", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "event", b"event", "hello", b"hello"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished", "failed", "hello", "started"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "batch"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DriverEvent: _TypeAlias = DriverEvent  # noqa: Y015
-
-@_typing.final
-class Started(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    request: _builtins.str
-    attempt: _builtins.int
-    def __init__(
-        self,
-        *,
-        request: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
