@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from p2pshard_node.cluster import membership as m
+from p2pshard_node.cluster.membership import policy
 
 from p2pshard.transport.generated import control_pb2 as pb
 
@@ -93,7 +94,7 @@ def test_dead_addresses_are_dialled_ever_more_rarely_and_delay_nobody() -> None:
     dead = tuple((f"10.9.0.{i}", 1) for i in range(300))
     state, actions = m.apply(m.State(info("a")), m.Seen(dead, 0.0, static=True))
     dials = [a.address for a in actions if isinstance(a, m.Dial)]
-    assert len(dials) == m.MAX_DIALS
+    assert len(dials) == policy.MAX_DIALS
     for where in dials:
         state, _ = m.apply(state, m.DialFailed(where, "refused", 0.01))
     # Every other address has its turn, and a newcomer has no failures behind it.
@@ -110,7 +111,7 @@ def test_dead_addresses_are_dialled_ever_more_rarely_and_delay_nobody() -> None:
             if isinstance(action, m.Dial):
                 counts[action.address] = counts.get(action.address, 0) + 1
                 state, _ = m.apply(state, m.DialFailed(action.address, "refused", now))
-    assert max(counts.values()) <= 60 / m.REDIAL_MOST_S + 6
+    assert max(counts.values()) <= 60 / policy.REDIAL_MOST_S + 6
     assert min(counts.get(d, 0) for d in dead) >= 8
 
 
@@ -241,7 +242,7 @@ def test_who_cannot_join_is_listed_with_both_versions_and_what_to_do(
     assert len(logs) == 1 and not [
         a for a in again if isinstance(a, m.Log)
     ]  # one line, however often it calls
-    state, _ = m.apply(state, m.Tick(m.ROW_S + 1))
+    state, _ = m.apply(state, m.Tick(policy.ROW_S + 1))
     assert m.not_joined(state) == []
 
 
@@ -274,11 +275,11 @@ def test_a_goodbye_ends_the_membership_of_that_instance_only() -> None:
 
 def test_state_is_bounded_against_a_talkative_network() -> None:
     state = m.State(info("a"))
-    for i in range(m.MAX_CANDIDATES + 50):
+    for i in range(policy.MAX_CANDIDATES + 50):
         state, _ = m.apply(state, m.Seen(((f"host{i}", 1),), 0.0))
-    for i in range(m.MAX_ROWS + 50):
+    for i in range(policy.MAX_ROWS + 50):
         state, _ = m.apply(state, m.Called(info("z", nonce=f"n{i}", cluster="other"), "10.0.0.26", float(i)))
-    assert len(state.candidates) <= m.MAX_CANDIDATES and len(state.refused) <= m.MAX_ROWS
+    assert len(state.candidates) <= policy.MAX_CANDIDATES and len(state.refused) <= policy.MAX_ROWS
 
 
 # -- several states on a network that loses, delays, stops and restarts -----------------------------

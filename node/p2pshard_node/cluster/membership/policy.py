@@ -1,53 +1,41 @@
-"""Who is a member: pure ``apply(state, event) -> (state, actions)``; `peers` does the talking.
-
-A peer is a member when a handshake succeeded in both directions: ours on one of its addresses, and its own
-to us. All of a node's addresses are tried in parallel and the best that works is kept; an address that fails
-is tried again ever more rarely and costs the others nothing. Silence makes a member suspected, then evicted;
-its addresses stay candidates, so that it is a member again as soon as it answers.
-
-Time is monotonic seconds, given with each event.
-"""
+"""Who becomes a member, who is dialled, suspected and evicted, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from p2pshard.transport.generated import control_pb2 as pb
 
-__all__ = [
-    "EVICT_S",
-    "PING_S",
-    "SUSPECT_S",
-    "Answered",
-    "Called",
-    "Candidate",
-    "Declined",
-    "Dial",
-    "DialFailed",
-    "Evicted",
-    "Forget",
-    "Joined",
-    "Left",
-    "Log",
-    "Peer",
-    "PingLost",
-    "Pinged",
-    "Pong",
-    "ProbeOld",
-    "Probed",
-    "RaiseIncarnation",
-    "Reply",
-    "Seen",
-    "State",
-    "Suspected",
-    "Tick",
-    "apply",
-    "not_joined",
-]
+from .compatibility import compatible
+from .events import (
+    Action,
+    Answered,
+    Called,
+    Declined,
+    Dial,
+    DialFailed,
+    Event,
+    Evicted,
+    Forget,
+    Joined,
+    Left,
+    Log,
+    Pinged,
+    PingLost,
+    Pong,
+    Probed,
+    ProbeOld,
+    RaiseIncarnation,
+    Reply,
+    Seen,
+    Suspected,
+    Tick,
+)
+from .state import JOINING, LOST, MEMBER, SUSPECT, Addr, Candidate, Peer, Row, State, text, where
 
-Addr = tuple[str, int]
+__all__ = ["EVICT_S", "PING_S", "SUSPECT_S", "apply"]
+
 
 PING_S = 0.25
 SUSPECT_S = 1.5
@@ -66,298 +54,7 @@ MAX_CANDIDATES = 1024
 MAX_DIALS = 256
 MAX_ROWS = 256
 
-JOINING, MEMBER, SUSPECT, LOST = "joining", "member", "suspected", "lost"
 
-
-# -- values ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Peer:
-    """Another node, by id."""
-
-    info: pb.NodeInfo
-    phase: str = JOINING
-    outbound: Addr | None = None
-    """Where our handshake succeeded; what everything that goes to this peer uses."""
-    rank: int = 9
-    """Of `outbound`: 0 an ordinary address, 1 a container bridge, 2 link-local, 3 loopback."""
-    rtt_ms: float = 0.0
-    inbound: bool = False
-    """Its handshake to us succeeded."""
-    heard: float = 0.0
-    """When it last answered a ping of this instance."""
-    denied_since: float | None = None
-    """Since when it has said that it does not count us as a member."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An address where a node may be."""
-
-    address: Addr
-    node: str = ""
-    """Whose it is said to be; empty: not known yet."""
-    static: bool = False
-    """Given by the user: kept for ever and always listed while it does not work."""
-    seen: float = 0.0
-    next_try: float = 0.0
-    failures: int = 0
-    dialling: bool = False
-    code: str = ""
-    trouble: str = ""
-    theirs: str = ""
-    """Version of what answered, when it was declined."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A caller that was refused."""
-
-    address: Addr
-    code: str
-    reason: str
-    theirs: str
-    at: float
-
-
-@dataclass
-class State:
-    """Treated as a value: `apply` returns a new one."""
-
-    me: pb.NodeInfo
-    peers: dict[str, Peer] = field(default_factory=dict)
-    candidates: dict[Addr, Candidate] = field(default_factory=dict)
-    highest: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Highest incarnation met of each id, and its nonce."""
-    refused: dict[tuple[str, str], Row] = field(default_factory=dict)
-    last_tick: float | None = None
-
-    def copy(self) -> State:
-        return State(
-            self.me,
-            dict(self.peers),
-            dict(self.candidates),
-            dict(self.highest),
-            dict(self.refused),
-            self.last_tick,
-        )
-
-    def members(self) -> list[Peer]:
-        """Peers in the member list (suspected ones still are), by id."""
-        return [p for _, p in sorted(self.peers.items()) if p.phase in (MEMBER, SUSPECT)]
-
-    def is_member(self, node: str, nonce: str | None = None) -> bool:
-        peer = self.peers.get(node)
-        return peer is not None and peer.phase in (MEMBER, SUSPECT) and nonce in (None, peer.info.nonce)
-
-
-# -- events ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Seen:
-    """Zeroconf, a `--peer`, gossip or a caller mentioned addresses of a node."""
-
-    addresses: tuple[Addr, ...]
-    now: float
-    node: str = ""
-    static: bool = False
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Our handshake was accepted."""
-
-    address: Addr
-    info: pb.NodeInfo
-    rank: int
-    rtt_ms: float
-    now: float
-
-
-@dataclass(frozen=True)
-class Declined:
-    """Something of ours answered the handshake with no."""
-
-    address: Addr
-    info: pb.NodeInfo
-    code: str
-    reason: str
-    highest: int
-    now: float
-
-
-@dataclass(frozen=True)
-class DialFailed:
-    address: Addr
-    reason: str
-    now: float
-
-
-@dataclass(frozen=True)
-class Called:
-    """A handshake came in. Answered by a `Reply`, or by a `ProbeOld` whose `Probed` gives the reply."""
-
-    info: pb.NodeInfo
-    source: str
-    """Host that the call came from; empty when not known."""
-    now: float
-
-
-@dataclass(frozen=True)
-class Probed:
-    """What became of the question whether the earlier instance of an id still lives."""
-
-    probe: ProbeOld
-    alive: bool
-    now: float
-
-
-@dataclass(frozen=True)
-class Pinged:
-    """A ping came in."""
-
-    info: pb.NodeInfo
-    now: float
-
-
-@dataclass(frozen=True)
-class Pong:
-    """Our ping was answered. ``member``: the peer counts us as one."""
-
-    info: pb.NodeInfo
-    member: bool
-    rtt_ms: float
-    now: float
-
-
-@dataclass(frozen=True)
-class PingLost:
-    """The connection to a member was reset or refused (no mere silence)."""
-
-    node: str
-    now: float
-
-
-@dataclass(frozen=True)
-class Left:
-    node: str
-    nonce: str
-    now: float
-
-
-@dataclass(frozen=True)
-class Tick:
-    now: float
-
-
-# -- actions --------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Dial:
-    address: Addr
-
-
-@dataclass(frozen=True)
-class Reply:
-    accepted: bool
-    code: str = ""
-    reason: str = ""
-    highest: int = 0
-
-
-@dataclass(frozen=True)
-class ProbeOld:
-    """Ask the earlier instance's address whether that instance (``nonce``) still answers."""
-
-    address: Addr
-    nonce: str
-    newcomer: pb.NodeInfo
-    at: Addr
-    """Where the newcomer is."""
-    answered: Answered | None = None
-    """Set when it was our own handshake that met the newcomer."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    node: str
-
-
-@dataclass(frozen=True)
-class Suspected:
-    node: str
-
-
-@dataclass(frozen=True)
-class Evicted:
-    node: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Close what was open to this address."""
-
-    address: Addr
-
-
-@dataclass(frozen=True)
-class RaiseIncarnation:
-    """A peer has met a higher incarnation of ours: exceed it and shake hands again."""
-
-    highest: int
-
-
-@dataclass(frozen=True)
-class Log:
-    message: str
-    fields: dict[str, Any]
-
-
-Event = Seen | Answered | Declined | DialFailed | Called | Probed | Pinged | Pong | PingLost | Left | Tick
-Action = Dial | Reply | ProbeOld | Joined | Suspected | Evicted | Forget | RaiseIncarnation | Log
-
-
-def text(address: Addr) -> str:
-    """``host:port``, an IPv6 host in brackets."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _where(info: pb.NodeInfo, fallback: Addr | None = None) -> Addr:
-    if fallback is not None:
-        return fallback
-    return (info.addresses[0].host, info.addresses[0].port) if info.addresses else ("", 0)
-
-
-def _release(version: str) -> str:
-    """The part of a build's version that must be equal: ``0.1`` of ``0.1.7``."""
-    return ".".join(version.split(".")[:2])
-
-
-def compatible(me: pb.NodeInfo, other: pb.NodeInfo) -> tuple[str, str]:
-    """``(code, reason)`` why the two cannot be in one cluster; empty when they can. The reason is for the other's user."""
-    if other.protocol != me.protocol:
-        return "protocol", (
-            f"protocol {other.protocol} (build {other.version}) cannot join protocol {me.protocol} "
-            f"(build {me.version}); install the same p2pshard version on both"
-        )
-    if _release(other.version) != _release(me.version):
-        return "protocol", (
-            f"build {other.version} cannot join build {me.version}; install the same p2pshard version on both"
-        )
-    if other.cluster != me.cluster:
-        return "cluster", (
-            f"it belongs to cluster {other.cluster!r}, this is {me.cluster!r}; start it with --cluster {me.cluster} to join"
-        )
-    if other.id == me.id:
-        if other.nonce == me.nonce:
-            return "self", "that address is this node itself; remove it from --peer"
-        return "duplicate", (
-            f"node id {me.id} is used twice: by {text(_where(me))} ({me.name}) and by {text(_where(other))} "
-            f"({other.name}); one data directory is a copy of the other: give one of them a new --data-dir"
-        )
-    return "", ""
-
-
-# -- the policy -----------------------------------------------------------------------------------
 def apply(state: State, event: Event) -> tuple[State, list[Action]]:
     """The state after the event, and what is to be done about it, in order."""
     step = _Step(state.copy())
@@ -473,7 +170,7 @@ class _Step:
         if code:
             self.refuse(e.info, e.source, code, reason, e.now)
             return
-        at = (e.source, _where(e.info)[1]) if e.source else _where(e.info)
+        at = (e.source, where(e.info)[1]) if e.source else where(e.info)
         probe = self.conflict(e.info, at, None)
         if probe is not None:
             self.actions.append(probe)
@@ -502,7 +199,7 @@ class _Step:
         old = self.s.peers.get(info.id)
         if old is None or old.info.nonce == info.nonce or old.phase == LOST:
             return None
-        return ProbeOld(_where(old.info, old.outbound), old.info.nonce, info, at, answered)
+        return ProbeOld(where(old.info, old.outbound), old.info.nonce, info, at, answered)
 
     def on_probed(self, e: Probed) -> None:
         p = e.probe
@@ -533,7 +230,7 @@ class _Step:
         if code == "self":
             return
         key = (info.id, info.nonce)
-        address = (source, _where(info)[1]) if source else _where(info)
+        address = (source, where(info)[1]) if source else where(info)
         if key not in self.s.refused:
             if len(self.s.refused) >= MAX_ROWS:
                 self.s.refused.pop(min(self.s.refused, key=lambda k: self.s.refused[k].at))
@@ -639,58 +336,3 @@ class _Step:
             if e.now - row.at >= ROW_S:
                 del self.s.refused[key]
         self.dial(e.now)
-
-
-def not_joined(state: State) -> list[dict[str, Any]]:
-    """Rows ``{address, reason, code, version_here, version_there}`` of what was seen and is not a member, one per node."""
-    here = f"{state.me.version} (protocol {state.me.protocol})"
-    rows: dict[object, dict[str, Any]] = {}
-
-    def add(key: object, address: Addr, code: str, reason: str, theirs: str) -> None:
-        row = rows.get(key)
-        # An answer says more than a silent address of the same node.
-        if row is None or (row["code"] == "unreachable" and code != "unreachable"):
-            rows[key] = {
-                "address": text(address),
-                "reason": reason,
-                "code": code,
-                "version_here": here,
-                "version_there": theirs,
-            }
-
-    for row in state.refused.values():
-        add((row.address[1], row.code), row.address, row.code, row.reason, row.theirs)
-    unreachable: dict[str, list[Candidate]] = {}
-    for c in state.candidates.values():
-        if not c.trouble or (state.is_member(c.node) and c.code != "duplicate"):
-            continue
-        if c.code == "self" and not c.static:
-            continue
-        if c.code == "unreachable" and c.failures < 2:
-            continue
-        if c.code == "unreachable" and c.node:
-            unreachable.setdefault(c.node, []).append(c)
-        else:
-            key: object = c.address if c.code == "unreachable" else (c.address[1], c.code)
-            add(key, c.address, c.code, c.trouble, c.theirs)
-    for node, tried in unreachable.items():
-        addresses = ", ".join(text(c.address) for c in tried[:6])
-        reason = (
-            f"node {node} does not answer at {addresses} ({tried[0].trouble}); check that it runs and that no firewall "
-            "blocks its control port, or start it with --advertise HOST"
-        )
-        add(node, tried[0].address, "unreachable", reason, tried[0].theirs)
-    for node, peer in state.peers.items():
-        if peer.phase == JOINING and node not in rows and peer.outbound is not None and not peer.inbound:
-            reason = "it answers, but has not reached this node back; give this node --advertise HOST with an address it can reach"
-            add(node, peer.outbound, "one-way", reason, peer.info.version)
-    return sorted(rows.values(), key=lambda r: r["address"])
-
-
-def gossip(infos: Iterable[pb.NodeInfo], me: str, now: float) -> list[Seen]:
-    """What another member's list of members tells us."""
-    return [
-        Seen(tuple((a.host, a.port) for a in info.addresses[:16]), now, info.id)
-        for info in list(infos)[:256]
-        if info.id and info.id != me
-    ]
