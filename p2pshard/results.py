@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from p2pshard.errors import ProtocolError
 from p2pshard.planning.plan import Plan, Rank
+from p2pshard.trace import Trace
 from p2pshard.transport.generated import generate_pb2
 
 __all__ = [
@@ -223,6 +224,8 @@ class Deployment:
     """Why it does not serve, when it does not."""
     measured: tuple[MeasuredRank, ...] = ()
     progress: tuple[NodeProgress, ...] = ()
+    trace: Trace | None = None
+    """Where its last steps spent their time; None before the first."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Deployment:
@@ -242,6 +245,7 @@ class Deployment:
                     if r.get("pid")
                 ),
                 progress=tuple(NodeProgress.from_json(p) for p in value.get("progress") or ()),
+                trace=Trace.from_json(value["trace"]) if value.get("trace") else None,
             )
 
         return _parsed("deployment", build)

@@ -11,6 +11,7 @@ import psutil
 from p2pshard.errors import P2PShardError
 from p2pshard.transport.generated import control_pb2 as pb
 
+from .cluster.traces import trace_to_proto
 from .probe import probe_memory
 from .supervisor import Supervisor
 
@@ -80,6 +81,7 @@ class Devices:
                 blocks_used=int(w.stats.get("blocks_used", 0)),
                 blocks_total=int(w.stats.get("blocks_total", 0)),
                 sequences=int(w.stats.get("sequences", 0)),
+                trace=trace_to_proto((w.stats.get("step") or {}).get("trace")),
             )
             for w in self._supervisor.workers()
             if w.key and w.loaded

@@ -36,6 +36,7 @@ from .peers import Peers
 from .planner import Planner
 from .service import ClusterService
 from .state import Deployments, deployment_id, settings_satisfied
+from .traces import trace_to_json
 
 __all__ = ["Cluster"]
 
@@ -366,6 +367,7 @@ class Cluster:
 
     def _deployment_row(self, row: pb.Deployment) -> dict[str, Any]:
         plan = Plan.from_proto(row.plan).to_json() if row.HasField("plan") and row.plan.replicas else None
+        trace = None
         if plan is not None:
             ends = {(e.stage, e.node): e for e in row.endpoints}
             for index, stage in enumerate(plan["replicas"][0]["stages"]):
@@ -374,6 +376,8 @@ class Cluster:
                     if end is None:
                         continue
                     counts = self._counts(end.node, row.id)
+                    if counts is not None and counts.HasField("trace"):
+                        trace = trace_to_json(counts.trace)
                     rank.update(
                         pid=end.pid,
                         port=end.port,
@@ -391,6 +395,7 @@ class Cluster:
             "settings": parse_json(row.settings_json or "{}"),
             "plan": plan,
             "progress": self.coordinator.progress(row.id),
+            "trace": trace,
         }
 
     def _counts(self, node: str, deployment: str) -> pb.WorkerCounts | None:
