@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from p2pshard_node.engine.sampling import Draw, Sampled
 from p2pshard_node.engine.stage import StepBatch
 from p2pshard_node.worker.driver import Driver
 from p2pshard_node.worker.executor import StageExecutor
@@ -61,16 +61,9 @@ class Adder:
         raise AssertionError("nothing is copied here")
 
 
-@dataclass
-class Sampled:
-    id: int
-    logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
-
-
-def greedy(logits_V: np.ndarray, params: Any, prompt_ids: Any, output_ids: Any, index: int) -> Sampled:
-    assert index == len(output_ids) and len(prompt_ids) > 0
-    return Sampled(int(logits_V.argmax()))
+def greedy(logits_RV: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    assert all(d.index == len(d.output_ids) and len(d.prompt_ids) for d in draws)
+    return [Sampled(int(i), 0.0, ()) for i in logits_RV.argmax(axis=1)]
 
 
 def reference(prompt: list[int], count: int) -> list[int]:

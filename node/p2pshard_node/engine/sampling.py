@@ -1,27 +1,31 @@
-"""From logits to one token. The same logits, settings and history give the same token, wherever and whenever.
+"""From logits to tokens. The same logits, settings and history give the same token, wherever and whenever.
 
 The order of the steps: penalties, temperature, top-k, top-p (over what top-k left), min-p (against the most
 likely token), then a draw by inverse CDF over what is left, in id order. Ties always go to the lowest id.
 Probabilities are float64. The random number is a hash of (seed, choice, output index): it depends on nothing
 that happened before, so a request goes on with the same tokens after any failover. Top-p: arXiv:1904.09751;
 min-p: arXiv:2407.01082.
+
+`sample` defines the choice for one row; `sample_rows` makes it for all rows of a step, bit for bit the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from p2pshard.errors import Internal, InvalidRequest
+from p2pshard.errors import Internal, InvalidRequest, P2PShardError
 from p2pshard.sampling import SamplingParams
 
-__all__ = ["Sampled", "sample", "uniform"]
+__all__ = ["Draw", "Sampled", "sample", "sample_rows", "uniform"]
 
-_FIRST_CANDIDATES = 512
+_STRONG = 2.0**-4
+"""Weight, relative to the best token's, of those that are looked at first for top-p."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,16 @@ class Sampled:
     """Natural log of its probability in the unmodified distribution; 0 when not asked for."""
     top: tuple[tuple[int, float], ...]
     """``(id, logprob)`` of the most likely tokens of that distribution, best first."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one row of logits is to be sampled with; see `sample`."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int] | np.ndarray
+    output_ids: Sequence[int] | np.ndarray
+    index: int
 
 
 def uniform(seed: int, index: int, choice: int = 0) -> float:
@@ -72,25 +86,53 @@ def sample(
     """
     if logits_V.ndim != 1 or not logits_V.size:
         raise Internal(f"logits of shape {logits_V.shape}; one row of the vocabulary was expected")
-    # argmax takes NaN for the largest value: one pass finds the best token and any NaN
-    peak = logits_V[int(np.argmax(logits_V))]
-    if not np.isfinite(peak):
-        what = "NaN" if np.isnan(peak) else "no finite logit" if peak < 0 else "an infinite logit"
+    return _sample(logits_V, int(np.argmax(logits_V)), Draw(params, prompt_ids, output_ids, index))
+
+
+def sample_rows(logits_RV: np.ndarray, draws: Sequence[Draw]) -> list[Sampled | P2PShardError]:
+    """Choose a token for each row, as `sample` does; a row that cannot be sampled gives its error.
+
+    The best token of every row is found in one call, and that is all there is to do for a greedy row.
+    (Exponentials and sums of all rows at once are slower than row by row: they leave the cache.)
+
+    Args:
+        logits_RV: float [R, V], not changed.
+        draws: one for each row.
+
+    Raises:
+        Internal: logits of another shape.
+    """
+    if logits_RV.ndim != 2 or len(logits_RV) != len(draws) or not logits_RV.shape[1]:
+        raise Internal(f"logits of shape {logits_RV.shape} came for {len(draws)} rows to sample")
+    found: list[Sampled | P2PShardError] = []
+    for logits_V, best, draw in zip(logits_RV, np.argmax(logits_RV, axis=1).tolist(), draws, strict=True):
+        try:
+            found.append(_sample(logits_V, best, draw))
+        except P2PShardError as error:
+            found.append(error)
+    return found
+
+
+def _sample(logits_V: np.ndarray, best: int, draw: Draw) -> Sampled:
+    # argmax takes NaN for the largest value: it finds the best token and any NaN
+    peak, params = float(logits_V[best]), draw.params
+    if not math.isfinite(peak):
+        what = "NaN" if math.isnan(peak) else "no finite logit" if peak < 0 else "an infinite logit"
         raise Internal(
-            f"the model produced {what} at output index {index}; its weights or a kernel are at fault"
+            f"the model produced {what} at output index {draw.index}; its weights or a kernel are at fault"
         )
-    adjusted_V = _penalised(logits_V, params, prompt_ids, output_ids)
-    if params.temperature == 0:
-        token = int(np.argmax(adjusted_V))
+    adjusted_V = _penalised(logits_V, params, draw.prompt_ids, draw.output_ids)
+    if params.temperature:
+        token = _draw(adjusted_V, params, uniform(params.seed, draw.index))
     else:
-        token = _draw(adjusted_V, params, uniform(params.seed, index))
+        token = best if adjusted_V is logits_V else int(np.argmax(adjusted_V))
     if params.logprobs < 0:
         return Sampled(token, 0.0, ())
     exact_V = logits_V.astype(np.float64)
-    shift = float(peak) + float(np.log(np.exp(exact_V - float(peak)).sum()))
-    best = _best(exact_V, params.logprobs) if params.logprobs else ()
+    shift = peak + float(np.log(np.exp(exact_V - peak).sum()))
+    top = _best(exact_V, params.logprobs) if params.logprobs else ()
     return Sampled(
-        token, float(exact_V[token] - shift), tuple((int(i), float(exact_V[i] - shift)) for i in best)
+        token, float(exact_V[token] - shift), tuple((int(i), float(exact_V[i] - shift)) for i in top)
     )
 
 
@@ -136,21 +178,21 @@ def _draw(logits_V: np.ndarray, params: SamplingParams, number: float) -> int:
     np.exp(
         weights_V, out=weights_V
     )  # relative to the best token's 1; a tiny temperature gives zeros, never NaN
+    kept, weights = None, weights_V  # None: all ids
     if params.top_k and params.top_k < len(weights_V):
         kept = np.sort(_best(weights_V, params.top_k))
-    else:
-        kept = np.arange(len(weights_V))
+        weights = weights_V[kept]
     if params.top_p < 1:
-        kept = np.sort(kept[_nucleus(weights_V[kept], params.top_p)])
-    weights = weights_V[kept]
+        likely = np.sort(_nucleus(weights, params.top_p))
+        kept, weights = likely if kept is None else kept[likely], weights[likely]
     if params.min_p > 0:
-        strong = weights >= params.min_p  # the best token has weight 1
-        kept, weights = kept[strong], weights[strong]
+        strong = np.flatnonzero(weights >= params.min_p)  # the best token has weight 1
+        kept, weights = strong if kept is None else kept[strong], weights[strong]
     cumulative = np.cumsum(weights)
     place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    if place >= len(kept):  # rounding at the very end: the last token that has any probability
+    if place >= len(weights):  # rounding at the very end: the last token that has any probability
         place = int(np.flatnonzero(weights)[-1])
-    return int(kept[place])
+    return place if kept is None else int(kept[place])
 
 
 def _best(values_V: np.ndarray, count: int) -> np.ndarray:
@@ -170,14 +212,16 @@ def _best(values_V: np.ndarray, count: int) -> np.ndarray:
 def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
     """Indexes of the smallest set, likeliest first, whose weight reaches ``top_p`` of all.
 
-    Most distributions reach it in a few hundred tokens: more are sorted only where that is not enough.
+    Those above a bound are the likeliest ones: only they are sorted, and the bound is lowered until they
+    reach the target.
     """
     target = top_p * weights.sum()
-    count = _FIRST_CANDIDATES
+    bound = _STRONG
     while True:
-        order = _best(weights, count)
+        likely = np.flatnonzero(weights >= bound) if bound else np.arange(len(weights))
+        order = likely[np.argsort(-weights[likely], kind="stable")]
         cumulative = np.cumsum(weights[order])
         enough = int(np.searchsorted(cumulative, target, side="left"))
-        if enough < len(order) or len(order) == len(weights):
+        if enough < len(order) or not bound:
             return order[: enough + 1]
-        count *= 8
+        bound = bound / 16 if bound > 1e-12 else 0.0

@@ -17,10 +17,11 @@ from p2pshard.errors import Internal, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
 from p2pshard.transport.frames import Deltas, Frame, Hop, RowHeader, SampledToken
+from p2pshard_node.engine.sampling import Draw, Sampled
 from p2pshard_node.engine.stage import Row, StepBatch
 from p2pshard_node.worker.naming import compute_failed
 
-__all__ = ["Engine", "Sampled", "Sampler", "StageExecutor"]
+__all__ = ["Engine", "Sampler", "StageExecutor"]
 
 _LEAST = -1e30
 """Stands for minus infinity, the logprob of a token that was ruled out: frames carry finite numbers."""
@@ -35,17 +36,8 @@ class Engine(Protocol):
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
 
 
-class Sampled(Protocol):
-    @property
-    def id(self) -> int: ...
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> Sequence[tuple[int, float]]: ...
-
-
-Sampler = Callable[[np.ndarray, SamplingParams, Sequence[int], Sequence[int], int], Sampled]
-"""``sample(logits_V, params, prompt_ids, output_ids, index)``"""
+Sampler = Callable[[np.ndarray, Sequence[Draw]], Sequence[Sampled | P2PShardError]]
+"""``sample_rows(logits_RV, draws)``"""
 
 
 @dataclass
@@ -207,7 +199,8 @@ class StageExecutor:
         assert frame.token_ids_T is not None
         for admitted in frame.admitted:
             self._histories[admitted.sequence] = _History(admitted.prompt_length, admitted.sampling)
-        tokens, first = [], 0
+        wanted: list[tuple[int, Draw]] = []
+        first = 0
         for row in frame.rows:
             ids = frame.token_ids_T[first : first + row.length].tolist()
             first += row.length
@@ -217,20 +210,19 @@ class StageExecutor:
                 failed.setdefault(row.sequence, compute_failed(self._plan, self._index, gap))
                 continue
             history.extend(ids)
-            if row.sequence in failed or row.output != "sample":
+            if row.sequence not in failed and row.output == "sample":
+                index = len(history.output_ids)
+                draw = Draw(history.sampling, history.prompt_ids, history.output_ids, index)
+                wanted.append((row.sequence, draw))
+        if not wanted:
+            return ()
+        rows = [logits[sequence] for sequence, _ in wanted]
+        found = self._sampler(np.stack(rows), [draw for _, draw in wanted])
+        tokens = []
+        for (sequence, _), got in zip(wanted, found, strict=True):
+            if isinstance(got, P2PShardError):
+                failed[sequence] = compute_failed(self._plan, self._index, got)
                 continue
-            try:
-                got = self._sampler(
-                    logits[row.sequence],
-                    history.sampling,
-                    history.prompt_ids,
-                    history.output_ids,
-                    len(history.output_ids),
-                )
-            except Exception as error:
-                log.exception("sampling of step %s failed", frame.step)
-                failed[row.sequence] = compute_failed(self._plan, self._index, error)
-                continue
-            top = tuple((int(i), max(float(p), _LEAST)) for i, p in got.top)
-            tokens.append(SampledToken(row.sequence, int(got.id), max(float(got.logprob), _LEAST), top))
+            top = tuple((i, max(p, _LEAST)) for i, p in got.top)
+            tokens.append(SampledToken(sequence, got.id, max(got.logprob, _LEAST), top))
         return tuple(tokens)

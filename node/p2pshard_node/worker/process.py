@@ -17,7 +17,7 @@ from p2pshard.credentials import Credentials
 from p2pshard.errors import Conflict, Internal, ModelCorrupt, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.frames import Limits
-from p2pshard_node.engine.sampling import sample
+from p2pshard_node.engine.sampling import sample_rows
 from p2pshard_node.engine.source import TensorSource
 from p2pshard_node.engine.stage import StageModel
 from p2pshard_node.platform import peak_bytes
@@ -202,7 +202,7 @@ class WorkerProcess:
             fingerprint=loaded.model.fingerprint,
             limits=loaded.limits,
             window=loaded.window,
-            executor=StageExecutor(loaded.model, plan, loaded.index, sample),
+            executor=StageExecutor(loaded.model, plan, loaded.index, sample_rows),
             thread=self._thread,
             next_target=_target(message.get("next")),
             back_target=_target(message.get("back")),
