@@ -114,7 +114,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         for node in self.nodes:
             node.start(peers=[other for other in self.nodes if other is not node])
-        self.wait_members(len(self.nodes), 40)
+        self.wait_members(len(self.nodes), 20 * len(self.nodes))
         return self
 
     def wait_members(self, count: int, seconds: float) -> None:

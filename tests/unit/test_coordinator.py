@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from p2pshard_node.cluster.leader import choose
+from p2pshard_node.cluster.planner import meant_now
 from p2pshard_node.cluster.proposal import Proposal
 
-from p2pshard.errors import DoesNotFit
+from p2pshard.errors import DoesNotFit, NodeUnreachable
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+from p2pshard.planning.settings import Pin, Settings
 
 MEMBERS = {"a", "b", "c"}
 
@@ -90,3 +92,12 @@ def test_one_refusal_aborts_all_that_have_not_committed(prepared: tuple[str, ...
     assert proposal.outbox() == expected and isinstance(proposal.error, DoesNotFit)
     proposal.on_prepared("b")
     assert proposal.outbox() == expected  # a late answer revives nothing
+
+
+def test_an_excluded_node_that_has_left_is_no_fault_and_a_pinned_one_is_waited_for() -> None:
+    settings = Settings(nodes=2, exclude=("ann", "bob"))
+    assert meant_now(settings, {"a1", "ann", "c1", "cid"}) == Settings(nodes=2, exclude=("ann",))
+    pinned = Settings(layers=(Pin("bob", 0, 3),))
+    assert meant_now(pinned, {"b1", "bob"}) == pinned
+    with pytest.raises(NodeUnreachable, match="layers 0-3 are pinned to node bob"):
+        meant_now(pinned, {"a1", "ann"})

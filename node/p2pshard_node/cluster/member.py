@@ -95,10 +95,11 @@ class Member:
             task = self._begin(request, queue)
             while not (task.done() and queue.empty()):
                 getter = asyncio.ensure_future(queue.get())
-                await asyncio.wait([getter, task], return_when=asyncio.FIRST_COMPLETED)
-                if getter.done():
-                    yield getter.result()
-                else:
+                try:
+                    await asyncio.wait([getter, task], return_when=asyncio.FIRST_COMPLETED)
+                    if getter.done():
+                        yield getter.result()
+                finally:
                     getter.cancel()
             if task.cancelled():
                 raise Conflict(f"epoch {request.epoch.n} was overtaken while it loaded")

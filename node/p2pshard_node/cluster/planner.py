@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
-from p2pshard.errors import NotReady
+from p2pshard.errors import NodeUnreachable, NotReady
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.planner import plan_model, plan_reply
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
@@ -18,7 +19,7 @@ from .fetch import Fetcher
 from .peers import Peers
 from .state import Deployments, deployment_id
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "meant_now"]
 
 MEASURE_S = 20.0
 """How long a plan waits for members that have not measured themselves yet."""
@@ -31,8 +32,11 @@ class Planner:
         self._peers, self._table, self._fetcher = peers, table, fetcher
 
     async def for_row(self, row: pb.Deployment, epoch: Epoch) -> Plan:
-        """A plan for a deployment as it is wanted. Raises `DoesNotFit`, or what is wrong with the model."""
-        settings = Settings.from_json(row.settings_json)
+        """A plan for a deployment as it is wanted. Raises `DoesNotFit`, `NodeUnreachable`, or what is wrong with the model."""
+        members = (self._peers.state.me, *(p.info for p in self._peers.state.members()))
+        settings = meant_now(
+            Settings.from_json(row.settings_json), {n for info in members for n in (info.id, info.name)}
+        )
         return await self.plan(row.model, row.manifest, settings, epoch, sorted(self._peers.member_ids()))
 
     async def plan(
@@ -121,6 +125,22 @@ class Planner:
                 measured = [x.bandwidth_mbps for x in (there, back) if x.bandwidth_mbps]
                 found.append(LinkProfile(a, b, max(there.rtt_ms, back.rtt_ms), min(measured, default=0.0)))
         return found
+
+
+def meant_now(settings: Settings, present: Collection[str]) -> Settings:
+    """Settings that were valid when they were asked for, for the names and ids that are present now.
+
+    An excluded node that has left needs no exclusion. One that layers are pinned to is waited for: raises
+    `NodeUnreachable`.
+    """
+    for pin in settings.layers:
+        if pin.node not in present:
+            raise NodeUnreachable(
+                f"layers {pin.first}-{pin.last} are pinned to node {pin.node}, which is no member now; "
+                "start it again, or deploy with other --layers",
+                tried=[pin.node],
+            )
+    return replace(settings, exclude=tuple(n for n in settings.exclude if n in present))
 
 
 def _terms(plan: Plan) -> list[dict[str, Any]]:
