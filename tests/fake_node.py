@@ -87,6 +87,7 @@ class FakeNode(control_pb2_grpc.NodeServicer):
             },
             {"state": "ready", "model": "tiny", "plan": PLAN.to_json()},
         ]
+        self.status: Callable[[], dict[str, Any]] = lambda: STATUS
         self.words = ["The ", "capital ", "is ", "Paris."]
         self.between_s = 0.0
         """Between two tokens."""
@@ -145,7 +146,7 @@ class FakeNode(control_pb2_grpc.NodeServicer):
 
     async def Status(self, request: Any, context: Any) -> control_pb2.StatusReply:
         await self._answer(request, context)
-        return control_pb2.StatusReply(json=json.dumps(STATUS))
+        return control_pb2.StatusReply(json=json.dumps(self.status()))
 
     async def Ps(self, request: Any, context: Any) -> control_pb2.StatusReply:
         await self._answer(request, context)

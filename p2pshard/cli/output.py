@@ -22,6 +22,7 @@ __all__ = [
     "console_err",
     "deployments_table",
     "kv_table",
+    "make_table",
     "models_table",
     "nodes_table",
     "not_joined_table",
@@ -41,7 +42,7 @@ def print_json(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps(value, ensure_ascii=False))
 
 
-def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+def make_table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
     """Narrow, so that a plan fits 80 columns; ``right``: columns of numbers, which never wrap."""
     table = Table(
         title=title,
@@ -60,7 +61,7 @@ def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
     """Which node holds which layers, with planned bytes per term. ``names``: node id to name."""
     sizes = ("weights", "KV", "work", "base", "total", "budget")
-    table = _table(
+    table = make_table(
         f"{plan.model}: {plan.layers} layers in {len(plan.stages)} stage{'s'[: len(plan.stages) > 1]}, "
         f"{plan.dtype}, context {plan.context:,}, {plan.numerics}",
         "#",
@@ -102,7 +103,7 @@ def terms_table(terms: Sequence[Mapping[str, Any]]) -> Table:
         for c in columns
         if any(isinstance(row.get(c), int) and not isinstance(row.get(c), bool) for row in terms)
     ]
-    table = _table("Why it does not fit", *(c.removesuffix("_bytes").replace("_", " ") for c in columns))
+    table = make_table("Why it does not fit", *(c.removesuffix("_bytes").replace("_", " ") for c in columns))
     for column, name in zip(table.columns, columns, strict=True):
         column.justify = "right" if name in sized else "left"
     for row in terms:
@@ -143,7 +144,7 @@ def show_refusal(details: Mapping[str, Any] | PlanResult) -> None:
 
 
 def nodes_table(status: ClusterStatus) -> Table:
-    table = _table(
+    table = make_table(
         "Nodes",
         "name",
         "id",
@@ -168,14 +169,14 @@ def nodes_table(status: ClusterStatus) -> Table:
 
 
 def not_joined_table(status: ClusterStatus) -> Table:
-    table = _table("Seen and not joined", "address", "reason")
+    table = make_table("Seen and not joined", "address", "reason")
     for peer in status.not_joined:
         table.add_row(peer.address, peer.reason)
     return table
 
 
 def deployments_table(deployments: Sequence[Deployment], names: Mapping[str, str]) -> Table:
-    table = _table(
+    table = make_table(
         "Deployments", "model", "state", "epoch", "context", "stages", "reason", right=("context",)
     )
     for d in deployments:
@@ -199,7 +200,7 @@ def deployments_table(deployments: Sequence[Deployment], names: Mapping[str, str
 
 
 def models_table(models: Sequence[ModelEntry], names: Mapping[str, str]) -> Table:
-    table = _table("Models on the nodes", "name", "size", "nodes", "path", right=("size",))
+    table = make_table("Models on the nodes", "name", "size", "nodes", "path", right=("size",))
     for m in models:
         table.add_row(m.name, format_bytes(m.size_bytes), ", ".join(names.get(n, n) for n in m.nodes), m.path)
     return table
@@ -207,7 +208,7 @@ def models_table(models: Sequence[ModelEntry], names: Mapping[str, str]) -> Tabl
 
 def catalogue_table(entries: Iterable[CatalogueEntry], held: Collection[str]) -> Table:
     """``held``: names that some node has already."""
-    table = _table("Known by name", "name", "size", "what", "license", "", right=("size",))
+    table = make_table("Known by name", "name", "size", "what", "license", "", right=("size",))
     for e in entries:
         hint = "on a node" if e.name in held else f"p2pshard pull {e.name}"
         table.add_row(e.name, format_bytes(e.nbytes), e.description, e.license, hint)
@@ -215,14 +216,14 @@ def catalogue_table(entries: Iterable[CatalogueEntry], held: Collection[str]) ->
 
 
 def requests_table(requests: Requests) -> Table:
-    table = _table("Requests", "id", "model", "state", "prompt", "given", right=("prompt", "given"))
+    table = make_table("Requests", "id", "model", "state", "prompt", "given", right=("prompt", "given"))
     for r in requests.requests:
         table.add_row(r.id, r.model, r.state, f"{r.prompt_tokens:,}", f"{r.completion_tokens:,}")
     return table
 
 
 def kv_table(requests: Requests, names: Mapping[str, str]) -> Table:
-    table = _table("KV blocks", "node", "used", "total", right=("used", "total"))
+    table = make_table("KV blocks", "node", "used", "total", right=("used", "total"))
     for k in requests.kv:
         table.add_row(names.get(k.node, k.node[:12]), f"{k.blocks_used:,}", f"{k.blocks_total:,}")
     return table

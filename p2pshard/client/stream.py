@@ -40,6 +40,11 @@ class AsyncStream:
         self._error: P2PShardError | None = None
         self._reading = False
 
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the node tokenised it; empty before the first event."""
+        return tuple(self._resume.prompt_ids)
+
     async def start(self) -> None:
         """Send the request and wait until a node has taken it; reading does so too. Raises as `result`."""
         if self._call is not None or self._finish is not None:
