@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from p2pshard.errors import ProtocolError
 from p2pshard.planning.plan import Plan, Rank
@@ -18,6 +18,7 @@ __all__ = [
     "KvUse",
     "MeasuredRank",
     "ModelEntry",
+    "Models",
     "NodeProgress",
     "NodeStatus",
     "NotJoined",
@@ -26,6 +27,7 @@ __all__ = [
     "Requests",
     "TextDelta",
     "Token",
+    "Unreachable",
 ]
 
 T = TypeVar("T")
@@ -351,6 +353,19 @@ class ClusterStatus(_AsSent):
 
 
 @dataclass(frozen=True)
+class Unreachable:
+    """A member that did not answer what all were asked."""
+
+    node: str
+    """Id."""
+    reason: str
+
+
+def _unreachable(value: Mapping[str, Any]) -> tuple[Unreachable, ...]:
+    return tuple(Unreachable(str(u["node"]), str(u["reason"])) for u in value.get("unreachable") or ())
+
+
+@dataclass(frozen=True)
 class RequestStatus:
     """A request that runs or waits."""
 
@@ -359,6 +374,8 @@ class RequestStatus:
     state: str
     prompt_tokens: int
     completion_tokens: int
+    node: str = ""
+    """Id of the node that it came in at, which holds its log."""
 
 
 @dataclass(frozen=True)
@@ -378,6 +395,8 @@ class Requests(_AsSent):
     kv: tuple[KvUse, ...]
     json: dict[str, Any]
     """As the node sent it."""
+    unreachable: tuple[Unreachable, ...] = ()
+    """Members whose requests are not listed."""
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Requests:
@@ -392,6 +411,7 @@ class Requests(_AsSent):
                         str(r["state"]),
                         int(r["prompt_tokens"]),
                         int(r["completion_tokens"]),
+                        str(r.get("node") or ""),
                     )
                     for r in value["requests"]
                 ),
@@ -400,6 +420,7 @@ class Requests(_AsSent):
                     for k in value.get("kv") or ()
                 ),
                 json=value,
+                unreachable=_unreachable(value),
             ),
         )
 
@@ -414,6 +435,8 @@ class ModelEntry:
     """Ids or names of the nodes that have it."""
     path: str = ""
     """On the node that was asked; empty when it lies elsewhere."""
+    digest: str = ""
+    """Of its content; empty while no node has hashed its files."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelEntry:
@@ -425,5 +448,45 @@ class ModelEntry:
                 int(value.get("size_bytes") or 0),
                 tuple(str(n) for n in value.get("nodes") or ()),
                 str(value.get("path") or ""),
+                str(value.get("digest") or ""),
             ),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``ls --json`` prints it."""
+        return {
+            "name": self.name,
+            "size_bytes": self.size_bytes,
+            "digest": self.digest or None,
+            "nodes": list(self.nodes),
+            "path": self.path or None,
+        }
+
+
+@dataclass(frozen=True)
+class Models(Sequence[ModelEntry]):
+    """What `models` gives: the entries in order of name, and who did not answer."""
+
+    entries: tuple[ModelEntry, ...]
+    unreachable: tuple[Unreachable, ...] = ()
+    """Members whose models are not listed."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Models:
+        """Raises `ProtocolError`."""
+        return _parsed(
+            "list of models",
+            lambda: cls(tuple(ModelEntry.from_json(row) for row in value["models"]), _unreachable(value)),
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> ModelEntry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ModelEntry, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> ModelEntry | tuple[ModelEntry, ...]:
+        return self.entries[index]
+
+    def __len__(self) -> int:
+        return len(self.entries)

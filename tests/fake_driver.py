@@ -238,6 +238,8 @@ class FakeCluster:
         self.state = "ready"
         self.reason = ""
         self.gone: set[str] = set()
+        self.carried: Callable[[], list[dict[str, Any]]] = list
+        """Requests of all nodes."""
         self.ready = asyncio.Event()
 
     def members(self) -> list[control_pb2.NodeInfo]:
@@ -295,6 +297,19 @@ class FakeCluster:
 
     def status(self) -> dict[str, Any]:
         return {"nodes": [], "not_joined": [], "deployments": []}
+
+    async def requests(self) -> dict[str, Any]:
+        return {"requests": self.carried(), "unreachable": []}
+
+    async def models(self) -> dict[str, Any]:
+        row = {
+            "name": "tiny",
+            "size_bytes": 1,
+            "digest": None,
+            "nodes": ["node-c"],
+            "path": "/models/tiny.gguf",
+        }
+        return {"models": [row], "unreachable": []}
 
     def kv(self) -> list[dict[str, Any]]:
         return [{"node": "node-a", "blocks_used": 0, "blocks_total": 64}]

@@ -99,12 +99,11 @@ class Daemon:
             store=self.store,
             supervisor=self.supervisor,
             budget=self.devices.available,
+            requests=lambda: self.gateway.ps(),
         )
         self.gateway = Gateway(self.identity.id, self.store, self.cluster, self._credentials)
         rpc.add_ClusterServicer_to_server(self.cluster.service, server)
-        rpc.add_NodeServicer_to_server(
-            NodeService(self.cluster, self.gateway, self.store, self.identity.id, self.stopping.set), server
-        )
+        rpc.add_NodeServicer_to_server(NodeService(self.cluster, self.gateway, self.stopping.set), server)
         self._undo.append(("workers", self.supervisor.close))
         self._undo.append(("control port", lambda: server.stop(GRACE_S)))
         await server.start()
@@ -176,6 +175,7 @@ class Daemon:
 
     def info(self) -> pb.NodeInfo:
         """This node as it describes itself now."""
+        cluster = getattr(self, "cluster", None)  # describes this node before it is complete
         return pb.NodeInfo(
             id=self.identity.id,
             name=self.config.name,
@@ -187,8 +187,9 @@ class Daemon:
             addresses=[pb.Address(host=h, port=self.port) for h in self.hosts()],
             api_port=self.api_port,
             devices=self.devices.profiles(),
-            bytes_received=self.cluster.fetcher.bytes_received if hasattr(self, "cluster") else 0,
+            bytes_received=cluster.fetcher.bytes_received if cluster else 0,
             workers=self.devices.counts(),
+            loads=cluster.member.loads() if cluster else (),
         )
 
     def _join(self) -> None:

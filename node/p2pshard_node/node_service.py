@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 import psutil
@@ -20,15 +19,9 @@ from p2pshard.transport.grpc_errors import abort
 from .gateway.gateway import Gateway
 from .gateway.view import ClusterView
 
-__all__ = ["ModelNames", "NodeService", "is_local"]
+__all__ = ["NodeService", "is_local"]
 
 log = logging.getLogger(__name__)
-
-
-class ModelNames(Protocol):
-    """The part of the model store that ``ls`` shows."""
-
-    def names(self) -> list[dict[str, Any]]: ...
 
 
 def is_local(peer: str) -> bool:
@@ -82,15 +75,11 @@ class NodeService(control_pb2_grpc.NodeServicer):
         self,
         view: ClusterView,
         gateway: Gateway,
-        store: ModelNames,
-        node_id: str,
         shutdown: Callable[[], None] | Callable[[], Awaitable[None]],
     ) -> None:
         """`shutdown` asks the daemon to stop; it must return at once."""
         self._view = view
         self._gateway = gateway
-        self._store = store
-        self._node_id = node_id
         self._shutdown = shutdown
 
     async def Status(self, request: control_pb2.Empty, context: Any) -> control_pb2.StatusReply:
@@ -131,18 +120,17 @@ class NodeService(control_pb2_grpc.NodeServicer):
     async def Ps(self, request: control_pb2.Empty, context: Any) -> control_pb2.StatusReply:
         async with _errors_cross(context):
             return control_pb2.StatusReply(
-                json=json.dumps({"requests": self._gateway.ps(), "kv": self._view.kv()})
+                json=json.dumps({**await self._view.requests(), "kv": self._view.kv()})
             )
 
     async def Models(self, request: control_pb2.Empty, context: Any) -> control_pb2.StatusReply:
-        """Models in this node's store; paths are shown to clients on this machine only."""
+        """Models that members hold; paths, which are of this node, are shown to clients on this machine only."""
         async with _errors_cross(context):
-            local = is_local(context.peer())
-            models = [
-                {k: v for k, v in row.items() if local or k != "path"} | {"nodes": [self._node_id]}
-                for row in await asyncio.to_thread(self._store.names)
-            ]
-            return control_pb2.StatusReply(json=json.dumps({"models": models}, default=str))
+            reply = await self._view.models()
+            if not is_local(context.peer()):
+                for row in reply["models"]:
+                    del row["path"]
+            return control_pb2.StatusReply(json=json.dumps(reply))
 
     async def Shutdown(self, request: control_pb2.Empty, context: Any) -> control_pb2.Empty:
         async with _errors_cross(context):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from p2pshard.models.catalogue import CatalogueEntry
 from p2pshard.planning.plan import Plan
-from p2pshard.results import ClusterStatus, Deployment, ModelEntry, PlanResult, Requests
+from p2pshard.results import ClusterStatus, Deployment, ModelEntry, PlanResult, Requests, Unreachable
 from p2pshard.units import format_bytes
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "plan_table",
     "print_json",
     "requests_table",
+    "say_unreachable",
     "show_refusal",
     "terms_table",
 ]
@@ -201,8 +203,11 @@ def deployments_table(deployments: Sequence[Deployment], names: Mapping[str, str
 
 def models_table(models: Sequence[ModelEntry], names: Mapping[str, str]) -> Table:
     table = make_table("Models on the nodes", "name", "size", "nodes", "path", right=("size",))
+    count = Counter(m.name for m in models)
     for m in models:
-        table.add_row(m.name, format_bytes(m.size_bytes), ", ".join(names.get(n, n) for n in m.nodes), m.path)
+        content = f" ({m.digest[:12] or 'not hashed yet'})" if count[m.name] > 1 else ""
+        nodes = ", ".join(names.get(n, n) for n in m.nodes)
+        table.add_row(m.name + content, format_bytes(m.size_bytes), nodes, m.path)
     return table
 
 
@@ -215,11 +220,22 @@ def catalogue_table(entries: Iterable[CatalogueEntry], held: Collection[str]) ->
     return table
 
 
-def requests_table(requests: Requests) -> Table:
-    table = make_table("Requests", "id", "model", "state", "prompt", "given", right=("prompt", "given"))
+def requests_table(requests: Requests, names: Mapping[str, str]) -> Table:
+    """``node`` is where a request came in."""
+    table = make_table(
+        "Requests", "id", "node", "model", "state", "prompt", "given", right=("prompt", "given")
+    )
     for r in requests.requests:
-        table.add_row(r.id, r.model, r.state, f"{r.prompt_tokens:,}", f"{r.completion_tokens:,}")
+        node = names.get(r.node, r.node[:12])
+        table.add_row(r.id, node, r.model, r.state, f"{r.prompt_tokens:,}", f"{r.completion_tokens:,}")
     return table
+
+
+def say_unreachable(missing: Iterable[Unreachable], names: Mapping[str, str]) -> None:
+    """Which members did not answer, so that nobody takes a list for complete; on standard error."""
+    for one in missing:
+        node = names.get(one.node, one.node[:12])
+        console_err.print(f"not listed: node {node} ({one.reason})", style="yellow", markup=False)
 
 
 def kv_table(requests: Requests, names: Mapping[str, str]) -> Table:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import click
-
-from p2pshard.cli.options import json_flag, node_flag
+from p2pshard.cli.ask import asks
 from p2pshard.cli.output import console, deployments_table, nodes_table, not_joined_table, print_json
 from p2pshard.client import Client
 
 __all__ = ["command"]
 
 
-@click.command()
-@node_flag
-@json_flag
-def command(nodes_at: tuple[str, ...], as_json: bool) -> None:
+@asks
+def command(client: Client, as_json: bool) -> None:
     """Show nodes, peers that did not join, deployments."""
-    with Client(nodes_at) as client:
-        status = client.status()
+    status = client.status()
     if as_json:
         print_json(status.json)
         return

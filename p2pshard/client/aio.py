@@ -15,7 +15,7 @@ from p2pshard.client.references import resolve_reference
 from p2pshard.client.stream import AsyncStream, json_object
 from p2pshard.config import local_address, parse_address
 from p2pshard.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable, NotReady, ProtocolError
-from p2pshard.results import ClusterStatus, Deployment, ModelEntry, PlanResult, Requests
+from p2pshard.results import ClusterStatus, Deployment, Models, PlanResult, Requests
 from p2pshard.transport.channels import make_channel
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
@@ -192,22 +192,20 @@ class AsyncClient:
         )
 
     async def ps(self) -> Requests:
-        """Requests that run or wait, and the use of KV blocks. Raises `NodeUnreachable`."""
+        """Requests that run or wait at any node, and the use of KV blocks. Raises `NodeUnreachable`."""
         return Requests.from_json(
             await self._json_call(
                 "list of requests", lambda _, stub: stub.Ps(control_pb2.Empty(), timeout=_CALL_S)
             )
         )
 
-    async def models(self) -> tuple[ModelEntry, ...]:
+    async def models(self) -> Models:
         """Models that lie on nodes of the cluster. Raises `NodeUnreachable`."""
-        value = await self._json_call(
-            "list of models", lambda _, stub: stub.Models(control_pb2.Empty(), timeout=_CALL_S)
+        return Models.from_json(
+            await self._json_call(
+                "list of models", lambda _, stub: stub.Models(control_pb2.Empty(), timeout=_CALL_S)
+            )
         )
-        rows = value.get("models")
-        if not isinstance(rows, list):
-            raise ProtocolError("the node's list of models has no 'models'")
-        return tuple(ModelEntry.from_json(row) for row in rows)
 
     async def shutdown(self) -> None:
         """Stop the daemon that answers; it takes this only from its own machine.

@@ -19,7 +19,7 @@ from p2pshard.results import (
     ClusterStatus,
     Deployment,
     Generation,
-    ModelEntry,
+    Models,
     PlanResult,
     Requests,
     TextDelta,
@@ -210,7 +210,7 @@ class Client:
         """See `AsyncClient.ps`."""
         return self._thread.run(self._client.ps())
 
-    def models(self) -> tuple[ModelEntry, ...]:
+    def models(self) -> Models:
         """See `AsyncClient.models`."""
         return self._thread.run(self._client.models())
 

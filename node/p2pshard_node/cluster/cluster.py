@@ -19,6 +19,7 @@ from p2pshard.errors import (
     P2PShardError,
 )
 from p2pshard.json_text import parse_json
+from p2pshard.models.reference import parse_reference
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.channels import error_of
@@ -36,6 +37,7 @@ from .peers import Peers
 from .planner import Planner
 from .service import ClusterService
 from .state import Deployments, deployment_id, settings_satisfied
+from .survey import Survey
 from .traces import trace_to_json
 
 __all__ = ["Cluster"]
@@ -64,6 +66,7 @@ class Cluster:
         store: Any,
         supervisor: Supervisor,
         budget: Callable[[], int],
+        requests: Callable[[], list[dict[str, Any]]],
     ) -> None:
         folder = identity.data_dir
         self._identity, self._store, self._supervisor = identity, store, supervisor
@@ -78,6 +81,7 @@ class Cluster:
         self.table = Deployments(folder / "deployments.json", identity.id)
         self.peers = Peers(me, identity.exceed, credentials, self)
         self.fetcher = Fetcher(store, self.peers)
+        self.survey = Survey(self.peers, store, requests)
         self.planner = Planner(self.peers, self.table, self.fetcher)
         self.member = Member(
             self.peers,
@@ -394,9 +398,23 @@ class Cluster:
             "reason": row.reason,
             "settings": parse_json(row.settings_json or "{}"),
             "plan": plan,
-            "progress": self.coordinator.progress(row.id),
+            "progress": self._progress(row.id),
             "trace": trace,
         }
+
+    def _progress(self, deployment: str) -> list[dict[str, Any]]:
+        """Rows ``{node, phase, done_bytes, total_bytes}``: what the nodes last said of stages on their way into memory."""
+        return [
+            {
+                "node": info.id,
+                "phase": load.progress.phase,
+                "done_bytes": load.progress.done_bytes,
+                "total_bytes": load.progress.total_bytes,
+            }
+            for info in self.members()
+            for load in info.loads
+            if load.deployment == deployment
+        ]
 
     def _counts(self, node: str, deployment: str) -> pb.WorkerCounts | None:
         """What the node last said of its worker."""
@@ -424,15 +442,33 @@ class Cluster:
                     )
         return rows
 
+    async def requests(self) -> dict[str, Any]:
+        """See `Survey.requests`."""
+        return await self.survey.requests()
+
+    async def models(self) -> dict[str, Any]:
+        """See `Survey.models`."""
+        return await self.survey.models()
+
     # -- what clients ask
     async def _resolve(self, ref: str, local_client: bool) -> tuple[str, str]:
-        """``(name, manifest digest)`` of a model reference: what is deployed under it, else what this node's store has."""
+        """``(name, manifest digest)`` of a model reference.
+
+        That is what is deployed under it, else what this node's store has, else what the other members have.
+        """
         deployed = self.find(ref)
         if (
             deployed is not None
         ):  # what runs under a name is that name, whatever lies in this node's own folder
             return deployed.model, deployed.manifest
-        resolved = await asyncio.to_thread(self._store.resolve, ref, local_client=local_client)
+        try:
+            resolved = await asyncio.to_thread(self._store.resolve, ref, local_client=local_client)
+        except ModelNotFound:
+            if parse_reference(ref).path is not None:
+                raise
+            found = await self.survey.find(ref)
+            self._holders[found.manifest] = list(found.holders)
+            return ref, found.manifest
         digest = resolved.manifest.digest
         self._holders.setdefault(digest, [self._identity.id])
         return resolved.name, digest

@@ -67,8 +67,6 @@ class Attempt:
     ready: asyncio.Future[pb.StageEvent] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    progress: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By node: ``{node, phase, done_bytes, total_bytes}``."""
 
 
 class Coordinator:
@@ -109,11 +107,6 @@ class Coordinator:
     def wake(self) -> None:
         """Something has changed: look now."""
         self._wake.set()
-
-    def progress(self, deployment: str) -> list[dict[str, Any]]:
-        """Rows ``{node, phase, done_bytes, total_bytes}`` of the attempt under way."""
-        attempt = self._attempts.get(deployment)
-        return list(attempt.progress.values()) if attempt else []
 
     async def _run(self) -> None:
         while True:
@@ -373,17 +366,9 @@ class Coordinator:
         async def one(node: str) -> None:
             async for message in self._prepare_one(node, request):
                 kind = message.WhichOneof("event")
-                if kind == "progress":
-                    p = message.progress
-                    attempt.progress[node] = {
-                        "node": node,
-                        "phase": p.phase,
-                        "done_bytes": p.done_bytes,
-                        "total_bytes": p.total_bytes,
-                    }
-                elif kind == "refused":
+                if kind == "refused":
                     raise _at(self._name(node), proto_to_error(message.refused))
-                elif kind == "prepared":
+                if kind == "prepared":
                     endpoints[node] = message.prepared
                     proposal.on_prepared(node)
                     return

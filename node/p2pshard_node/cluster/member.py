@@ -84,6 +84,8 @@ class Member:
         self._loading: dict[str, asyncio.Task[pb.StageEndpoint]] = {}
         self._ready: dict[str, Epoch] = {}
         """Epochs whose driver here has seen a token cross all stages."""
+        self._loads: dict[str, pb.Progress] = {}
+        """How far stages are that are on their way into memory, until they are committed or given up."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     # -- prepare
@@ -133,6 +135,7 @@ class Member:
         )
         self._ledger.put(record)
         self._ready.pop(deployment, None)
+        self._loads[deployment] = pb.Progress(phase="preparing")
         earlier = self._loading.pop(deployment, None)
         task = asyncio.create_task(
             self._load(deployment, plan, index, list(request.manifest_holders)[:64], queue, earlier),
@@ -145,8 +148,12 @@ class Member:
     def _loaded(self, deployment: str, task: asyncio.Task[pb.StageEndpoint]) -> None:
         if self._loading.get(deployment) is task:
             del self._loading[deployment]
-        if not task.cancelled():
-            task.exception()  # seen here; `prepare` passes it on if its caller is still there
+            if (
+                task.cancelled() or task.exception() is not None
+            ):  # `prepare` passes it on if its caller is there
+                self._loads.pop(deployment, None)
+        elif not task.cancelled():
+            task.exception()  # seen: a later load is under way
 
     def _own_stage(self, plan: Plan) -> int:
         mine = [i for i, s in enumerate(plan.stages) for r in s.ranks if r.node == self._peers.id]
@@ -173,12 +180,10 @@ class Member:
         self._check_budget(deployment, stage)
 
         def tell(phase: str, done: int, total: int) -> None:
+            progress = pb.Progress(phase=phase, done_bytes=max(0, done), total_bytes=max(0, total))
+            self._loads[deployment] = progress
             if not queue.full():  # a slow listener misses steps, never the end
-                queue.put_nowait(
-                    pb.PrepareProgress(
-                        progress=pb.Progress(phase=phase, done_bytes=max(0, done), total_bytes=max(0, total))
-                    )
-                )
+                queue.put_nowait(pb.PrepareProgress(progress=progress))
 
         manifest = await self._fetcher.manifest(plan.manifest, holders)
         entries = needed_tensors(manifest, *stage.layers, stage.embedding, stage.head)
@@ -202,6 +207,10 @@ class Member:
             await self._supervisor.stop(deployment)
             raise
         return self._endpoint(index, worker, event)
+
+    def loads(self) -> list[pb.StageLoad]:
+        """How far this node's stages are that are on their way into memory."""
+        return [pb.StageLoad(deployment=d, progress=p) for d, p in self._loads.items()]
 
     def _check_budget(self, deployment: str, stage: Stage) -> None:
         """Raises `DoesNotFit` when this node's own measure says that the stage does not fit now."""
@@ -245,6 +254,7 @@ class Member:
             assert record.plan is not None, "what is loaded has a plan"
             message = self._activation(record.plan, request)
             self._ledger.put(record)
+            self._loads.pop(request.deployment, None)
             if changed:
                 self._supervisor.activate(request.deployment, message)
             elif self._ready.get(request.deployment) == epoch:
@@ -286,6 +296,7 @@ class Member:
         if loading is not None:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+        self._loads.pop(deployment, None)
         self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
         await self._supervisor.stop(deployment)
 
@@ -296,6 +307,7 @@ class Member:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
         self._ready.pop(deployment, None)
+        self._loads.pop(deployment, None)
         if self._supervisor.worker(deployment) is not None:
             await self._supervisor.stop(deployment)
         record = self._ledger.get(deployment)
@@ -366,6 +378,7 @@ class Member:
                 self._ready.pop(deployment, None)
                 why = str(event["reason"]) if kind == "exit" else from_wire(event.get("error") or {}).message
                 if kind == "exit":
+                    self._loads.pop(deployment, None)
                     self._ledger.put(agreement.unloaded(record))
                 self._send(
                     deployment, "lost", index, lost_stage(name, self._peers.id, stage, f"its worker {why}")

@@ -29,6 +29,7 @@ __all__ = ["ClusterService"]
 PIECE = 256 << 10
 MAX_MEASURE = 16 << 20
 MAX_QUERY = 1024
+MAX_WORKERS = 1024
 _HASH = re.compile(r"[0-9a-f]{64}")
 _ID = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 
@@ -47,6 +48,9 @@ def checked_info(info: pb.NodeInfo) -> pb.NodeInfo:
         and all(0 < len(h) <= 255 and h.isprintable() and " " not in h and "/" not in h for h in hosts)
         and all(0 < a.port < 65536 for a in info.addresses)
         and len(info.devices) <= 32
+        and len(info.workers) <= MAX_WORKERS
+        and len(info.loads) <= MAX_WORKERS
+        and all(len(load.progress.phase) <= 32 for load in info.loads)
         and info.incarnation < 2**62
     )
     if not good:
@@ -204,6 +208,22 @@ class ClusterService(rpc.ClusterServicer):
         self._caller(context)
         await self._cluster.unwant(request.model)
         return pb.Empty()
+
+    # -- what this node has and does
+    @_unary
+    async def Models(self, request: pb.Empty, context: Any) -> pb.ModelList:
+        self._caller(context)
+        return await self._cluster.survey.own_models()
+
+    @_unary
+    async def Resolve(self, request: pb.ModelName, context: Any) -> pb.ModelDigest:
+        self._caller(context)
+        return await self._cluster.survey.own_meaning(request.name)
+
+    @_unary
+    async def Requests(self, request: pb.Empty, context: Any) -> pb.RequestList:
+        self._caller(context)
+        return self._cluster.survey.own_requests()
 
     # -- content
     @_stream

@@ -61,6 +61,12 @@ class ClusterView(DeploymentView, Protocol):
     def status(self) -> dict[str, Any]:
         """``{nodes, not_joined, deployments}`` for people and for ``status --json``."""
 
+    async def requests(self) -> dict[str, Any]:
+        """What the members carry: ``{requests: [{id, model, state, prompt_tokens, completion_tokens, node}], unreachable}``."""
+
+    async def models(self) -> dict[str, Any]:
+        """What the members hold: ``{models: [{name, size_bytes, digest, nodes, path}], unreachable}``."""
+
     def kv(self) -> list[dict[str, Any]]:
         """``[{node, blocks_used, blocks_total}]``."""
 

@@ -111,6 +111,7 @@ class NodeInfo(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """persistent"""
     name: _builtins.str
@@ -133,6 +134,8 @@ class NodeInfo(_message.Message):
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceProfile]: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCounts]: ...
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageLoad]: ...
     def __init__(
         self,
         *,
@@ -148,14 +151,40 @@ class NodeInfo(_message.Message):
         devices: _abc.Iterable[Global___DeviceProfile] | None = ...,
         bytes_received: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerCounts] | None = ...,
+        loads: _abc.Iterable[Global___StageLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "api_port", b"api_port", "bytes_received", b"bytes_received", "cluster", b"cluster", "devices", b"devices", "id", b"id", "incarnation", b"incarnation", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "api_port", b"api_port", "bytes_received", b"bytes_received", "cluster", b"cluster", "devices", b"devices", "id", b"id", "incarnation", b"incarnation", "loads", b"loads", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
+
+@_typing.final
+class StageLoad(_message.Message):
+    """How far a stage of this node is on its way into memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    deployment: _builtins.str
+    @_builtins.property
+    def progress(self) -> Global___Progress: ...
+    def __init__(
+        self,
+        *,
+        deployment: _builtins.str = ...,
+        progress: Global___Progress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageLoad: _TypeAlias = StageLoad  # noqa: Y015
 
 @_typing.final
 class WorkerCounts(_message.Message):
@@ -1148,29 +1177,139 @@ class WantReply(_message.Message):
 Global___WantReply: _TypeAlias = WantReply  # noqa: Y015
 
 @_typing.final
-class PlanFor(_message.Message):
+class ModelName(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelName: _TypeAlias = ModelName  # noqa: Y015
+
+@_typing.final
+class ModelDigest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MANIFEST_FIELD_NUMBER: _builtins.int
-    SETTINGS_JSON_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
     manifest: _builtins.str
-    settings_json: _builtins.str
-    model: _builtins.str
     def __init__(
         self,
         *,
         manifest: _builtins.str = ...,
-        settings_json: _builtins.str = ...,
-        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "model", b"model", "settings_json", b"settings_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PlanFor: _TypeAlias = PlanFor  # noqa: Y015
+Global___ModelDigest: _TypeAlias = ModelDigest  # noqa: Y015
+
+@_typing.final
+class HeldModel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    size_bytes: _builtins.int
+    manifest: _builtins.str
+    """digest; empty: not hashed yet"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        manifest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "name", b"name", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldModel: _TypeAlias = HeldModel  # noqa: Y015
+
+@_typing.final
+class ModelList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldModel]: ...
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[Global___HeldModel] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelList: _TypeAlias = ModelList  # noqa: Y015
+
+@_typing.final
+class RequestRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    model: _builtins.str
+    state: _builtins.str
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        state: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "id", b"id", "model", b"model", "prompt_tokens", b"prompt_tokens", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestRow: _TypeAlias = RequestRow  # noqa: Y015
+
+@_typing.final
+class RequestList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRow]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RequestRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestList: _TypeAlias = RequestList  # noqa: Y015
 
 @_typing.final
 class PlanRequest(_message.Message):

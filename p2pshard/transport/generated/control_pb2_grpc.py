@@ -95,6 +95,21 @@ class ClusterStub:
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.UndeployRequest.SerializeToString,
                 response_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Models = channel.unary_unary(
+                '/p2pshard.v1.Cluster/Models',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.ModelList.FromString,
+                _registered_method=True)
+        self.Resolve = channel.unary_unary(
+                '/p2pshard.v1.Cluster/Resolve',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.ModelName.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.ModelDigest.FromString,
+                _registered_method=True)
+        self.Requests = channel.unary_unary(
+                '/p2pshard.v1.Cluster/Requests',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.RequestList.FromString,
+                _registered_method=True)
         self.Manifest = channel.unary_stream(
                 '/p2pshard.v1.Cluster/Manifest',
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.ManifestRequest.SerializeToString,
@@ -189,6 +204,27 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Models(self, request, context):
+        """in this node's own store
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resolve(self, request, context):
+        """what this node's own store has under a name
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Requests(self, request, context):
+        """that came in at this node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Manifest(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -269,6 +305,21 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Unwant,
                     request_deserializer=p2pshard_dot_v1_dot_control__pb2.UndeployRequest.FromString,
                     response_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+            ),
+            'Models': grpc.unary_unary_rpc_method_handler(
+                    servicer.Models,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.ModelList.SerializeToString,
+            ),
+            'Resolve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resolve,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.ModelName.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.ModelDigest.SerializeToString,
+            ),
+            'Requests': grpc.unary_unary_rpc_method_handler(
+                    servicer.Requests,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.RequestList.SerializeToString,
             ),
             'Manifest': grpc.unary_stream_rpc_method_handler(
                     servicer.Manifest,
@@ -621,6 +672,87 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
+    def Models(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Cluster/Models',
+            p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.ModelList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resolve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Cluster/Resolve',
+            p2pshard_dot_v1_dot_control__pb2.ModelName.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.ModelDigest.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Requests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Cluster/Requests',
+            p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.RequestList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Manifest(request,
             target,
             options=(),
@@ -798,14 +930,14 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Ps(self, request, context):
-        """json {requests, kv}
+        """json {requests, kv, unreachable}, of all members
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Models(self, request, context):
-        """json {models:[{name, path?, size_bytes, nodes}]}
+        """json {models:[{name, path?, size_bytes, digest, nodes}], unreachable}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
