@@ -165,6 +165,19 @@ class Host:
                 continue  # it ended while we looked
         return sorted(found)
 
+    def listens(self, pid: int) -> bool:
+        """Whether the process waits for TCP connections in this host's network namespace."""
+        waiting = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.holder.pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":  # TCP_LISTEN
+                    waiting.add(f"socket:[{fields[9]}]")
+        try:
+            return any(os.readlink(fd) in waiting for fd in Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:
+            return False  # it ended, or closed one of them, while we looked
+
     def signal(self, number: signal.Signals, needle: str = "") -> list[int]:
         pids = self.pids(needle)
         for pid in pids:
