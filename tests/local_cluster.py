@@ -127,6 +127,15 @@ class LocalCluster:
             self.__exit__()
             raise AssertionError("\n".join(f"--- {n.name}\n{n.log()}" for n in self.nodes)) from None
 
+    def wait_measured(self, seconds: float = 120) -> None:
+        """Until every node has told what memory it offers, which a worker measures once at the start."""
+
+        def all_have() -> bool:
+            nodes = self.status(self.nodes[0]).get("nodes", ())
+            return len(nodes) == len(self.nodes) and all(n["memory_budget"] for n in nodes)
+
+        until(all_have, seconds, "every node has measured its memory", every=0.5)
+
     def status(self, node: Node) -> dict[str, Any]:
         """`status` over gRPC, without starting a CLI process; empty while the daemon does not answer."""
         from p2pshard import Client

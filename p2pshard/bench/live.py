@@ -56,7 +56,7 @@ async def measure(
         P2PShardError: what a request failed with.
     """
     _check_room(plan, max(streams), prompt_tokens + tokens)
-    known = await _token_ids(client, model)
+    known = await _token_ids(client, model, plan.context)
     rng = random.Random()
     for count in streams:
         await asyncio.sleep(_PAUSE_S)
@@ -88,9 +88,10 @@ def _check_room(plan: Plan, streams: int, length: int) -> None:
         )
 
 
-async def _token_ids(client: AsyncClient, model: str) -> tuple[int, ...]:
+async def _token_ids(client: AsyncClient, model: str, context: int) -> tuple[int, ...]:
     """Ids of ordinary tokens; also the request that nothing is measured on."""
-    stream = client.generate(model, SAMPLE, max_tokens=1, temperature=0)
+    # A tokenizer may need one token a character, and begin with one more.
+    stream = client.generate(model, SAMPLE[: max(1, context - 2)], max_tokens=1, temperature=0)
     await stream.result()
     return stream.prompt_ids
 
