@@ -150,11 +150,14 @@ class FakeNode(control_pb2_grpc.NodeServicer):
 
     async def Ps(self, request: Any, context: Any) -> control_pb2.StatusReply:
         await self._answer(request, context)
-        one = {"id": "r1", "model": "tiny", "state": "running", "prompt_tokens": 5, "completion_tokens": 7}
+        one = {
+            "id": "r1", "model": "tiny", "state": "running", "prompt_tokens": 5, "completion_tokens": 7,
+            "node": "id-b",
+        }  # fmt: skip
+        kv = {"node": "id-a", "blocks_used": 1, "blocks_total": 128}
+        silent = {"node": "id-c", "reason": "no answer in 1.5 s"}
         return control_pb2.StatusReply(
-            json=json.dumps(
-                {"requests": [one], "kv": [{"node": "id-a", "blocks_used": 1, "blocks_total": 128}]}
-            )
+            json=json.dumps({"requests": [one], "kv": [kv], "unreachable": [silent]})
         )
 
     async def Models(self, request: Any, context: Any) -> control_pb2.StatusReply:

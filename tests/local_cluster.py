@@ -41,6 +41,7 @@ class Node:
         self.cluster, self.name, self.flags = cluster, name, flags
         self.port, self.api_port = free_port(), free_port()
         self.data_dir = cluster.folder / name
+        self.models = cluster.models / name if cluster.own_models else cluster.models
         self.process: subprocess.Popen[bytes] | None = None
         self.core: int | None = None
         """The one core that this daemon and its workers may use."""
@@ -63,7 +64,7 @@ class Node:
             **os.environ,
             "P2PSHARD_DATA_PORTS": "0-0",
             "OMP_NUM_THREADS": "1",
-            "P2PSHARD_MODELS_DIR": str(self.cluster.models),
+            "P2PSHARD_MODELS_DIR": str(self.models),
         }
         self.cluster.folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
@@ -91,6 +92,13 @@ class Node:
             )
         return done
 
+    def popen(self, *argv: str) -> subprocess.Popen[bytes]:
+        """The same without waiting; what it prints goes to this node's log."""
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "p2pshard.cli", *argv, "--node", self.address], stdout=log, stderr=log
+            )
+
     def json(self, *argv: str, timeout: float = 120) -> Any:
         return json.loads(self.cli(*argv, "--json", timeout=timeout).stdout)
 
@@ -102,11 +110,13 @@ class Node:
 
 
 class LocalCluster:
-    """Use as a context manager; leaving it ends every daemon."""
+    """Use as a context manager; leaving it ends every daemon. ``own_models``: a models folder for each node."""
 
-    def __init__(self, folder: Path, *flags: str, nodes: int = 3, name: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, nodes: int = 3, name: str | None = None, own_models: bool = False
+    ) -> None:
         self.folder = folder / "nodes"
-        self.models = folder / "models"
+        self.models, self.own_models = folder / "models", own_models
         self.models.mkdir(parents=True, exist_ok=True)
         self.name = name or f"test-{os.getpid()}-{free_port()}"
         self.nodes = [Node(self, f"n{i}", flags) for i in range(nodes)]

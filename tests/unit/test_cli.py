@@ -151,10 +151,11 @@ def test_status(cli) -> None:
 
 
 def test_ps(cli) -> None:
-    code, out, _ = cli("ps")
+    code, out, err = cli("ps")
     assert code == 0
-    for word in ("r1", "running", "128", "2,048"):
+    for word in ("r1", " b ", "running", "128", "2,048"):
         assert word in out
+    assert "not listed: node c (no answer in 1.5 s)" in err
     code, out, _ = cli("ps", "--json")
     assert one_object(out)["kv"] == [{"node": "id-a", "blocks_used": 1, "blocks_total": 128}]
 

@@ -312,7 +312,9 @@ def test_status_and_ps_are_typed(client: Client) -> None:
     assert status["not_joined"][0]["address"] == status.not_joined[0].address == "10.0.0.9:7332"
     requests = client.ps()
     assert (requests.requests[0].completion_tokens, requests.kv[0].blocks_total) == (7, 128)
-    assert client.models()[0].nodes == ("a",)
+    assert (requests.requests[0].node, requests.unreachable[0].node) == ("id-b", "id-c")
+    models = client.models()
+    assert (len(models), models[0].nodes, models.unreachable) == (1, ("a",), ())
 
 
 def test_many_threads_share_a_client(client: Client) -> None:

@@ -416,10 +416,13 @@ class Gateway:
             self._tell_cancel(running)  # only we can see stop strings; a driver knows EOS and max_tokens
 
     def _on_lost(self, link: DriverLink, error: P2PShardError) -> None:
-        log.warning("lost the driver of %s at %s: %s", link.plan.model, link.target, error)
-        for running in self._table:
-            if running.link is link:
-                self._lost(running, error)
+        served = [running for running in self._table if running.link is link]
+        if served:
+            log.warning("lost the driver of %s at %s: %s", link.plan.model, link.target, error)
+        else:  # mostly a model that was taken off the cluster
+            log.info("the stream to the driver of %s ended", link.plan.model)
+        for running in served:
+            self._lost(running, error)
         for key, task in list(self._links.items()):
             if _succeeded(task) and task.result() is link:
                 del self._links[key]
