@@ -27,8 +27,8 @@ class Codec(ABC):
         """Encoded size, known before anything is allocated."""
 
     @abstractmethod
-    def encode(self, array: Array) -> memoryview:
-        """The bytes, without a copy where the array already lies right."""
+    def encode(self, array: Array) -> tuple[memoryview, ...]:
+        """The bytes in pieces, without a copy where the array already lies right."""
 
     @abstractmethod
     def decode(self, data: bytearray, offset: int, dtype: str, shape: tuple[int, ...]) -> Array:
@@ -44,13 +44,16 @@ class Raw(Codec):
     def nbytes(self, dtype: str, shape: tuple[int, ...]) -> int:
         return prod(shape) * 4  # both dtypes have four bytes
 
-    def encode(self, array: Array) -> memoryview:
-        flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
-        return flat.view(np.uint8).data
+    def encode(self, array: Array) -> tuple[memoryview, ...]:
+        return (_bytes(np.ascontiguousarray(array, array.dtype.newbyteorder("<"))),)
 
     def decode(self, data: bytearray, offset: int, dtype: str, shape: tuple[int, ...]) -> Array:
         little = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(data, little, prod(shape), offset).reshape(shape).astype(dtype, copy=False)
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 CODECS: dict[str, Codec] = {c.name: c for c in (Raw(),)}

@@ -54,7 +54,13 @@ def step_frame(tokens: int = 5, hidden: int = 8) -> Frame:
         rows=(RowHeader(7, 0, tokens - 1, "none"), RowHeader(2**63 + 1, 12, 1, "sample")),
         token_ids_T=np.arange(tokens, dtype=np.int32) % 100,
         hidden_TD=np.linspace(-1, 1, tokens * hidden, dtype=np.float32).reshape(tokens, hidden),
-        deltas=Deltas(free=(1, 2), truncate=((4, 1),), copy=((3, 9),), allocate=((7, ((0, 3), (8, 1))),)),
+        deltas=Deltas(
+            free=(1, 2),
+            truncate=((4, 1),),
+            copy=((3, 9),),
+            share=((7, ((20, 2),)), (8, ((20, 1),))),
+            allocate=((7, ((0, 3), (8, 1))),),
+        ),
         admitted=(Admitted(7, 4, SamplingParams(temperature=0.5, seed=2**64 - 1, top_k=4)),),
         failed=((7, StageLost("node b is gone", node="b", layers=[2, 3])),),
         hops=(Hop(0, 10, 2000, 30, 4, 5678),),
@@ -113,7 +119,11 @@ def test_other_kinds_survive() -> None:
             "tokens",
             EPOCH,
             4,
-            tokens=(SampledToken(5, 99, -0.5, ((99, -0.5), (3, -2.0))),),
+            tokens=(
+                SampledToken(5, 99, -0.5, ((99, -0.5), (3, -2.0))),
+                SampledToken(6, 1),
+                SampledToken(6, 2),
+            ),
             hops=(Hop(2, 1, 1),),
         ),
         Frame("ping", EPOCH, 4),
@@ -124,6 +134,12 @@ def test_other_kinds_survive() -> None:
         got = assemble(list(encode(frame)))
         assert got is not None and same(frame, got)
     assert isinstance(got.error, StageLost) and got.error.details["node"] == "x"
+
+
+def test_tokens_of_a_sequence_stand_together() -> None:
+    frame = Frame("tokens", EPOCH, 4, tokens=(SampledToken(5, 9), SampledToken(6, 1), SampledToken(5, 2)))
+    with pytest.raises(ProtocolError, match="sequences of tokens"):
+        assemble(list(encode(frame)))
 
 
 def test_frames_above_four_mebibytes_are_cut() -> None:
@@ -142,10 +158,10 @@ def test_frames_above_four_mebibytes_are_cut() -> None:
 
 
 def test_an_arrival_counts_its_bytes_and_both_ends_time() -> None:
-    frame = step_frame(tokens=64)
+    frame, begun = step_frame(tokens=64), time.perf_counter()
     messages = list(encode(frame, chunk_bytes=200))
     assert len(messages) > 10
-    assembler, begun, got = Assembler(LIMITS, epoch=EPOCH), time.perf_counter(), None
+    assembler, got = Assembler(LIMITS, epoch=EPOCH), None
     for message in messages:
         got = assembler.feed(message)
         time.sleep(0.001)  # between two messages of a frame: the wire's time, not ours
@@ -169,14 +185,18 @@ def test_the_senders_time_reaches_the_receiver() -> None:
 
 
 # -- refusals -------------------------------------------------------------------------------------
+HEADER = ("kind", "epoch", "proposer", "step", "rows", "tensors", "deltas", "admitted", "failed", "hops")
+
+
 def forge(change: Any, payload: bytes | None = None) -> list[bytes]:
-    """A frame with a changed header and a right checksum: only the checks can refuse it."""
+    """A frame with a changed header (by name of field) and a right checksum: only the checks can refuse it."""
     original = b"".join(encode(step_frame()))
     header_bytes = struct.unpack_from("!I", original, 4)[0]
     header = msgpack.unpackb(original[PREFIX : PREFIX + header_bytes], raw=False, strict_map_key=False)
     body = original[PREFIX + header_bytes :] if payload is None else payload
-    changed = change(header)
-    packed = msgpack.packb(header if changed is None else changed)
+    named = dict(zip(HEADER, header, strict=True))
+    changed = change(named)
+    packed = msgpack.packb(list(named.values()) if changed is None else changed)
     crc = zlib.crc32(bytes(4), zlib.crc32(body, zlib.crc32(packed)))
     prefix = struct.pack("!2sBBIQII", b"p2", VERSION, 0, len(packed), len(packed) + len(body), 0, crc)
     return [prefix + packed + body]
@@ -201,11 +221,15 @@ def test_the_forge_itself_is_sound() -> None:
         put("surprise", value=1),
         lambda h: h.pop("hops") and None,
         lambda h: [1, 2],
+        lambda h: dict(h),
+        lambda h: list(h.values())[:4],
         put("kind", value="pickle"),
         put("kind", value=["step"]),
-        put("epoch", value=[4, "node-a"]),
-        put("epoch", value=[3, "node-b"]),
-        put("epoch", value=[3, "../../etc"]),
+        put("kind", value="tokens"),
+        put("epoch", value=4),
+        put("epoch", value=[3]),
+        put("proposer", value="node-b"),
+        put("proposer", value="../../etc"),
         put("step", value=-1),
         put("step", value=2**63),
         put("step", value=1.0),
@@ -226,9 +250,25 @@ def test_the_forge_itself_is_sound() -> None:
         put("tensors", 1, "shape", value=[2**63 - 1, 2**63 - 1]),
         put("tensors", 1, "shape", value=[5, -8]),
         put("tensors", 1, "codec", value="zip"),
+        put("tensors", 1, "codec", value=["raw"]),
+        put("tensors", 1, "name", value=["hidden"]),
+        put("tensors", 1, "name", value="token_ids"),
+        put("tensors", value=[]),
         put("tensors", 1, "offset", value=4),
-        put("deltas", 3, value=[[7, [[30, 3]]]]),
-        put("deltas", 3, value=[[7, [[0, 3]]], [8, [[2, 1]]]]),
+        put("deltas", 4, value=[[7, [[30, 3]]]]),
+        put("deltas", 4, value=[[7, [[0, 3]]], [8, [[2, 1]]]]),
+        put("deltas", 4, value=[[7, [[19, 2]]]]),
+        put("deltas", 4, value=[[7, [[0, 1]]], [7, [[1, 1]]]]),
+        put("deltas", 3, value=[[7, [[31, 2]]]]),
+        put("deltas", 3, value=[[7, [[-1, 2]]]]),
+        put("deltas", 3, value=[[7, [[20, 0]]]]),
+        put("deltas", 3, value=[[7, [[20, 2**40]]]]),
+        put("deltas", 3, value=[[7, [[20, 2], [21, 2]]]]),
+        put("deltas", 3, value=[[7, [[20, 2]]], [7, [[24, 2]]]]),
+        put("deltas", 3, value=[[s, [[20, 1]]] for s in range(33)]),
+        put("deltas", 3, value=[[s, [[b, 1] for b in range(11, 31, 2)]] for s in range(4)]),
+        put("deltas", 3, value=7),
+        lambda h: h["deltas"].pop() and None,
         put("deltas", 0, value=[1, 1]),
         put("deltas", 2, value=[[0, 32]]),
         put("admitted", 0, 1, value=257),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 import zlib
-from dataclasses import replace
 
 from p2pshard.errors import ProtocolError
 from p2pshard.planning.plan import Epoch
-from p2pshard.transport.codecs import codec
 from p2pshard.transport.frames.checks import fail
-from p2pshard.transport.frames.header import TensorMeta, decode_header
-from p2pshard.transport.frames.values import Arrival, Frame, Limits
+from p2pshard.transport.frames.header import Header, decode_header
+from p2pshard.transport.frames.values import Array, Arrival, Frame, Limits
 from p2pshard.transport.frames.wire import CHUNK_BYTES, FIRST, KINDS, MAGIC, REST, SPENT, VERSION
 
 __all__ = ["Assembler"]
@@ -31,30 +29,40 @@ class Assembler:
         self.epoch = epoch
         self.kinds = kinds
         """The kinds that this end of the stream may be sent."""
-        self._header = bytearray()
-        self._payload = bytearray()
-        self._header_bytes = self._body_bytes = self._crc = self._filled = self._index = 0
-        self._spent = SPENT.pack(0)
         self._arrived = 0
         self._fed_s = 0.0
-        self._frame: Frame | None = None
-        self._metas: tuple[TensorMeta, ...] = ()
+        self._index = self._header_bytes = self._body_bytes = self._announced_crc = 0
+        self._spent = SPENT.pack(0)
         self._open = False
+        """Inside a frame."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._packed = bytearray()
+        """What has come of the header."""
+        self._header: Header | None = None
+        self._payload = bytearray()
+        """All of the tensors' bytes, of which `_filled` have come. The one copy of them that is made here."""
+        self._filled = self._crc = 0
 
     def feed(self, message: bytes) -> Frame | None:
         """The frame that this message completes, or None when more are to come. Raises `ProtocolError`."""
         begun = time.perf_counter()
-        frame = self._take(message)
+        whole = self._take(message)
+        arrays = self._finish() if whole else {}
         self._arrived += len(message)
         self._fed_s += time.perf_counter() - begun
-        if frame is None:
+        if not whole:
             return None
+        assert self._header is not None
         spent_us = SPENT.unpack(self._spent)[0] + int(self._fed_s * 1e6)
-        frame = replace(frame, arrival=Arrival(self._arrived, spent_us))
+        frame = self._header.frame(arrays, Arrival(self._arrived, spent_us))
         self._arrived, self._fed_s = 0, 0.0
+        self._reset()
         return frame
 
-    def _take(self, message: bytes) -> Frame | None:
+    def _take(self, message: bytes) -> bool:
+        """Whether it completes the frame."""
         if len(message) > CHUNK_BYTES or len(message) < REST.size or message[:2] != MAGIC:
             raise fail(f"a message of {len(message)} bytes that is not ours")
         if message[2] != VERSION:
@@ -67,19 +75,20 @@ class Assembler:
         data = memoryview(message)[self._begin(message) :]
         if not len(data):
             raise fail("a message without content")
-        if self._frame is None:
-            taken = data[: self._header_bytes - len(self._header)]
-            self._header += taken
+        self._crc = zlib.crc32(data, self._crc)
+        if self._header is None:
+            taken = data[: self._header_bytes - len(self._packed)]
+            self._packed += taken
+            if len(self._packed) < self._header_bytes:
+                return False
             data = data[len(taken) :]
-            if len(self._header) < self._header_bytes:
-                return None
-            self._parse_header()
+            self._header = self._read_header()
         end = self._filled + len(data)
         if end > len(self._payload):
             raise fail("more bytes than announced")
         self._payload[self._filled : end] = data
         self._filled = end
-        return self._finish() if end == len(self._payload) else None
+        return end == len(self._payload)
 
     def _begin(self, message: bytes) -> int:
         """Check the message's prefix against where we are; its size."""
@@ -100,38 +109,28 @@ class Assembler:
                 f"{header} header and {body - header} payload bytes; "
                 f"the plan allows {limits.header_bytes} and {limits.payload_bytes}"
             )
-        self._header_bytes, self._body_bytes, self._crc, self._index, self._open = header, body, crc, 0, True
-        self._spent = spent
+        self._header_bytes, self._body_bytes, self._announced_crc = header, body, crc
+        self._spent, self._index, self._open = spent, 0, True
         return FIRST.size
 
-    def _parse_header(self) -> None:
-        frame, self._metas = decode_header(bytes(self._header), self._limits)
-        if self.epoch is not None and frame.epoch != self.epoch:
-            raise ProtocolError(
-                f"a frame of epoch ({frame.epoch.n}, {frame.epoch.proposer}), this stream is of "
-                f"({self.epoch.n}, {self.epoch.proposer})"
-            )
-        if frame.kind not in self.kinds:
-            raise fail(f"kind {frame.kind} has no place on this stream now")
-        size = sum(m.nbytes for m in self._metas)
+    def _read_header(self) -> Header:
+        header = decode_header(self._packed, self._limits, self.epoch, self.kinds)
+        size = sum(t.nbytes for t in header.tensors)
         if size != self._body_bytes - self._header_bytes:
             raise fail(f"tensors need {size} bytes, {self._body_bytes - self._header_bytes} announced")
         self._payload = bytearray(size)
-        self._frame = frame
+        return header
 
-    def _finish(self) -> Frame:
-        if zlib.crc32(self._spent, zlib.crc32(self._payload, zlib.crc32(self._header))) != self._crc:
+    def _finish(self) -> dict[str, Array]:
+        if zlib.crc32(self._spent, self._crc) != self._announced_crc:
             raise fail("checksum is wrong")
-        frame, offset = self._frame, 0
-        assert frame is not None
-        arrays = {}
-        for meta in self._metas:
-            arrays[meta.name] = codec(meta.codec).decode(self._payload, offset, meta.dtype, meta.shape)
+        assert self._header is not None
+        arrays, offset = {}, 0
+        for meta in self._header.tensors:
+            arrays[meta.name] = meta.codec.decode(self._payload, offset, meta.dtype, meta.shape)
             offset += meta.nbytes
         ids = arrays.get("token_ids")
         if ids is not None and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self._limits.vocab_size):
             raise fail(f"a token id outside the vocabulary of {self._limits.vocab_size}")
-        frame = replace(frame, token_ids_T=ids, hidden_TD=arrays.get("hidden"))
-        self._header, self._payload, self._frame, self._metas = bytearray(), bytearray(), None, ()
-        self._filled, self._open = 0, False
-        return frame
+        self._open = False
+        return arrays

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from p2pshard.errors import InvalidRequest, P2PShardError
 from p2pshard.sampling import SamplingParams
 from p2pshard.transport.frames.checks import (
@@ -17,18 +20,12 @@ from p2pshard.transport.frames.checks import (
 from p2pshard.transport.frames.values import Admitted, Deltas, Hello, Hop, Limits, RowHeader, SampledToken
 from p2pshard.transport.frames.wire import OUTPUTS, SAMPLING, U32, U64
 
-__all__ = [
-    "read_admitted",
-    "read_deltas",
-    "read_failed",
-    "read_hello",
-    "read_hops",
-    "read_rows",
-    "read_tokens",
-]
+__all__ = ["READERS"]
+
+_NO_DELTAS = Deltas()
 
 
-def read_rows(value: object, limits: Limits) -> tuple[RowHeader, ...]:
+def _rows(value: object, limits: Limits) -> tuple[RowHeader, ...]:
     rows = []
     for item in items_of(value, "rows", limits.chunk_tokens):
         sequence, start, length, output = items_of(item, "row", 4, 4)
@@ -49,9 +46,11 @@ def read_rows(value: object, limits: Limits) -> tuple[RowHeader, ...]:
     return tuple(rows)
 
 
-def read_deltas(value: object, limits: Limits) -> Deltas:
+def _deltas(value: object, limits: Limits) -> Deltas:
+    if value == [[], [], [], [], []]:  # most decode steps
+        return _NO_DELTAS
     most = limits.sequences
-    free, truncate, copy, allocate = items_of(value, "deltas", 4, 4)
+    free, truncate, copy, share, allocate = items_of(value, "deltas", 5, 5)
     blocks_most = limits.blocks - 1
     deltas = Deltas(
         free=tuple(integer(s, "freed sequence", U64) for s in items_of(free, "free", most)),
@@ -63,38 +62,55 @@ def read_deltas(value: object, limits: Limits) -> Deltas:
             (integer(a, "source block", blocks_most), integer(b, "destination block", blocks_most))
             for a, b in (items_of(c, "copy", 2, 2) for c in items_of(copy, "copy", limits.blocks))
         ),
-        allocate=tuple(
-            (
-                integer(s, "allocated sequence", U64),
-                tuple(
-                    (
-                        integer(first, "first block", blocks_most),
-                        integer(count, "block count", limits.blocks, 1),
-                    )
-                    for first, count in (
-                        items_of(r, "run", 2, 2) for r in items_of(runs, "runs", limits.blocks)
-                    )
-                ),
-            )
-            for s, runs in (items_of(a, "allocate", 2, 2) for a in items_of(allocate, "allocate", most))
-        ),
+        share=_given(share, "share", limits),
+        allocate=_given(allocate, "allocate", limits),
     )
     distinct(deltas.free, "freed sequences")
     distinct((s for s, _ in deltas.truncate), "truncated sequences")
-    distinct((s for s, _ in deltas.allocate), "allocated sequences")
-    runs = sorted(run for _, runs in deltas.allocate for run in runs)
-    end = 0
-    for first, count in runs:
-        if first < end or first + count > limits.blocks:
-            raise fail("allocated blocks overlap or lie beyond the pool")
-        end = first + count
+    allocated = _blocks((run for _, runs in deltas.allocate for run in runs), limits)
+    for _, runs in deltas.share:  # several sequences may share a block; none has it twice
+        if not allocated.isdisjoint(_blocks(runs, limits)):
+            raise fail("a block is both shared and allocated")
     return deltas
+
+
+def _given(value: object, what: str, limits: Limits) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+    """Sequences with runs of blocks; at most as many runs in all as there are blocks."""
+    given = tuple(
+        (
+            integer(s, f"sequence to {what}", U64),
+            tuple(
+                (
+                    integer(first, "first block", limits.blocks - 1),
+                    integer(count, "block count", limits.blocks, 1),
+                )
+                for first, count in (items_of(r, "run", 2, 2) for r in items_of(runs, "runs", limits.blocks))
+            ),
+        )
+        for s, runs in (items_of(g, what, 2, 2) for g in items_of(value, what, limits.sequences))
+    )
+    distinct((s for s, _ in given), f"sequences to {what}")
+    if sum(len(runs) for _, runs in given) > limits.blocks:
+        raise fail(f"more than {limits.blocks} runs of blocks to {what}")
+    return given
+
+
+def _blocks(runs: Iterable[tuple[int, int]], limits: Limits) -> set[int]:
+    """The blocks of the runs: all within the pool, each once."""
+    end = 0
+    blocks: set[int] = set()
+    for first, count in sorted(runs):
+        if first < end or first + count > limits.blocks:
+            raise fail("blocks overlap or lie beyond the pool")
+        end = first + count
+        blocks.update(range(first, end))
+    return blocks
 
 
 _INTEGERS = frozenset({"top_k", "seed", "logprobs"})
 
 
-def read_admitted(value: object, limits: Limits) -> tuple[Admitted, ...]:
+def _admitted(value: object, limits: Limits) -> tuple[Admitted, ...]:
     found = []
     for item in items_of(value, "admitted", limits.sequences):
         sequence, prompt_length, settings = items_of(item, "admitted", 3, 3)
@@ -118,14 +134,14 @@ def read_admitted(value: object, limits: Limits) -> tuple[Admitted, ...]:
     return tuple(found)
 
 
-def read_failed(value: object, limits: Limits) -> tuple[tuple[int, P2PShardError], ...]:
+def _failed(value: object, limits: Limits) -> tuple[tuple[int, P2PShardError], ...]:
     items = (items_of(i, "failed", 2, 2) for i in items_of(value, "failed", limits.chunk_tokens))
     found = tuple((integer(s, "failed sequence", U64), error_of(e)) for s, e in items)
     distinct((s for s, _ in found), "failed sequences")
     return found
 
 
-def read_tokens(value: object, limits: Limits) -> tuple[SampledToken, ...]:
+def _tokens(value: object, limits: Limits) -> tuple[SampledToken, ...]:
     found = []
     for item in items_of(value, "tokens", limits.chunk_tokens):
         sequence, token, logprob, top = items_of(item, "token", 4, 4)
@@ -140,14 +156,18 @@ def read_tokens(value: object, limits: Limits) -> tuple[SampledToken, ...]:
                 ),
             )
         )
-    distinct((t.sequence for t in found), "sequences of tokens")
+    # A sequence has several when it is one whose draft was taken; they stand together, in order.
+    distinct(
+        (t.sequence for i, t in enumerate(found) if not i or found[i - 1].sequence != t.sequence),
+        "sequences of tokens",
+    )
     return tuple(found)
 
 
 _HOP_VALUES = tuple(Hop.__dataclass_fields__)[1:]
 
 
-def read_hops(value: object, limits: Limits) -> tuple[Hop, ...]:
+def _hops(value: object, limits: Limits) -> tuple[Hop, ...]:
     items = (items_of(h, "hop", 6, 6) for h in items_of(value, "hops", limits.stages))
     return tuple(
         Hop(
@@ -158,7 +178,7 @@ def read_hops(value: object, limits: Limits) -> tuple[Hop, ...]:
     )
 
 
-def read_hello(value: object) -> Hello:
+def _hello(value: object, _: Limits) -> Hello:
     deployment, plan, manifest, fingerprint, instance, stage, edge = items_of(value, "hello", 7, 7)
     hello = Hello(
         text_of(deployment, "deployment"),
@@ -172,3 +192,25 @@ def read_hello(value: object) -> Hello:
     if hello.edge not in ("forward", "back"):
         raise fail(f"edge {hello.edge!r} is neither forward nor back")
     return hello
+
+
+def _error(value: object, _: Limits) -> P2PShardError:
+    return error_of(value)
+
+
+def _status(value: object, _: Limits) -> tuple[int, ...]:
+    return tuple(integer(x, "status") for x in items_of(value, "status", 3, 3))
+
+
+READERS: dict[str, Callable[[object, Limits], Any]] = {
+    "rows": _rows,
+    "deltas": _deltas,
+    "admitted": _admitted,
+    "failed": _failed,
+    "tokens": _tokens,
+    "hops": _hops,
+    "hello": _hello,
+    "error": _error,
+    "status": _status,
+}
+"""By field of `Frame`. Each raises `ProtocolError`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
@@ -12,7 +13,18 @@ from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.sampling import SamplingParams
 from p2pshard.transport.frames.wire import TEXT
 
-__all__ = ["Admitted", "Arrival", "Deltas", "Frame", "Hello", "Hop", "Limits", "RowHeader", "SampledToken"]
+__all__ = [
+    "Admitted",
+    "Array",
+    "Arrival",
+    "Deltas",
+    "Frame",
+    "Hello",
+    "Hop",
+    "Limits",
+    "RowHeader",
+    "SampledToken",
+]
 
 Array = npt.NDArray[Any]
 
@@ -28,6 +40,8 @@ class Limits:
     blocks: int
     context: int
     stages: int
+    wires: tuple[str, ...] = ("raw",)
+    """Codecs in which hidden states may come."""
 
     @classmethod
     def of(cls, plan: Plan, *, hidden_size: int, vocab_size: int) -> Limits:
@@ -38,16 +52,21 @@ class Limits:
         """Sequences that can hold a block at once; also most ids in one list of a frame."""
         return self.blocks
 
-    @property
+    @cached_property
     def header_bytes(self) -> int:
         return (
             (64 << 10)
             + 64 * self.stages
-            + 64 * self.blocks
+            + 96 * self.blocks
             + min(self.chunk_tokens, self.blocks) * (320 + TEXT)
         )
 
-    @property
+    @cached_property
+    def array_items(self) -> int:
+        """Most items of one list in a header."""
+        return max(64, self.chunk_tokens, self.blocks)
+
+    @cached_property
     def payload_bytes(self) -> int:
         return self.chunk_tokens * 4 * (self.hidden_size + 1)
 
@@ -83,11 +102,13 @@ class Deltas:
     """(sequence, blocks kept)."""
     copy: tuple[tuple[int, int], ...] = ()
     """(source block, destination block)."""
+    share: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """(sequence, runs of (first block, count)): complete blocks that a new sequence begins with, read only."""
     allocate: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """(sequence, runs of (first block, count)), appended to what it has."""
 
     def __bool__(self) -> bool:
-        return bool(self.free or self.truncate or self.copy or self.allocate)
+        return bool(self.free or self.truncate or self.copy or self.share or self.allocate)
 
 
 @dataclass(frozen=True)
@@ -148,7 +169,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Frame:
-    """One message of an edge. Which fields a kind uses: see `wire.KEYS`."""
+    """One message of an edge. Which fields a kind uses: see `wire.FIELDS`."""
 
     kind: str
     epoch: Epoch

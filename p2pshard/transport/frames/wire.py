@@ -8,8 +8,8 @@ from p2pshard.sampling import SamplingParams
 
 __all__ = [
     "CHUNK_BYTES",
+    "FIELDS",
     "FIRST",
-    "KEYS",
     "KINDS",
     "MAGIC",
     "OUTPUTS",
@@ -23,12 +23,10 @@ __all__ = [
     "VERSION",
 ]
 
-VERSION = 2
+VERSION = 3
 CHUNK_BYTES = 1 << 20
 """Most bytes of one message, prefix included."""
-
-KINDS = ("hello", "hello_ack", "step", "tokens", "error", "ping", "pong")
-OUTPUTS = ("none", "sample", "logits", "hidden", "prompt_logprobs")
+OUTPUTS = ("none", "sample", "verify", "logits", "hidden", "prompt_logprobs")
 
 MAGIC = b"p2"
 FIRST = struct.Struct("!2sBBIQ4sI")
@@ -43,12 +41,15 @@ TEXT = 4096
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 """Sampling settings, in the order in which a header carries them."""
 
-KEYS: dict[str, frozenset[str]] = {
-    "hello": frozenset({"hello"}),
-    "hello_ack": frozenset({"hello"}),
-    "step": frozenset({"rows", "tensors", "deltas", "admitted", "failed", "hops"}),
-    "tokens": frozenset({"tokens", "failed", "hops"}),
-    "error": frozenset({"error"}),
-    "ping": frozenset(),
-    "pong": frozenset({"status"}),
+FIELDS: dict[str, tuple[str, ...]] = {
+    "hello": ("hello",),
+    "hello_ack": ("hello",),
+    "step": ("rows", "tensors", "deltas", "admitted", "failed", "hops"),
+    "tokens": ("tokens", "failed", "hops"),
+    "error": ("error",),
+    "ping": (),
+    "pong": ("status",),
 }
+"""A header is the list ``[kind, epoch, proposer, step, *fields]`` with the fields of its kind in this order."""
+
+KINDS = tuple(FIELDS)
