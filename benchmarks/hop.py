@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -76,7 +77,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 await gateway.generate(name, PROMPT, options.tokens)
                 at = [t for request, t in gateway.order if request == name]
                 trace = (await made.workers[0].stats())["step"]["trace"]["decode"]
-                gaps = Spread.of((b - a) * 1e3 for a, b in zip(at, at[1:], strict=False))
+                gaps = Spread.of((b - a) * 1e3 for a, b in itertools.pairwise(at))
                 rounds.append(parts_of(trace, gaps))
     os.sched_setaffinity(0, {pins[0]})
     frame = decode_frame(options.hidden)
