@@ -60,6 +60,11 @@ class SamplingParams:
             if not good or (isinstance(value, float) and not math.isfinite(value)):
                 raise InvalidRequest(f"{name} is {value}; it must be {allowed}", field=name)
 
+    @property
+    def penalised(self) -> bool:
+        """Whether a choice depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def to_proto(self) -> generate_pb2.Sampling:
         return generate_pb2.Sampling(**{k: getattr(self, k) for k in self.__dataclass_fields__})
 

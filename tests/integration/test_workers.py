@@ -76,6 +76,39 @@ async def test_one_step_at_a_time_on_two_stages(
         await r.idle()
 
 
+async def test_thirty_two_requests_with_one_prefix_compute_it_once(model: Path, tmp_path: Path) -> None:
+    begin = [(7 * i + i // 9) % 250 for i in range(1000)]
+    prompts = [[*begin, i, 3, 5] for i in range(32)]
+    expected = [reference_tokens(model, prompts[i], 8) for i in (0, 13, 31)]
+    plan = lambda m, n: make_plan(m, n, 2, context=2048, chunk_tokens=128)  # noqa: E731
+    async with ring(model, tmp_path, plan) as r, r.gateway() as gateway:
+        results = await asyncio.gather(
+            *(gateway.generate(f"r{i}", prompt, 8) for i, prompt in enumerate(prompts))
+        )
+        assert [results[i] for i in (0, 13, 31)] == expected
+        step = (await r.workers[0].stats())["step"]
+        assert step["hit_tokens"] == 31 * (1000 // 16 * 16)
+        # Later, with penalties: the last stage knows the ids of positions that never came by again.
+        options = {"repetition_penalty": 1.3, "temperature": 0.9, "seed": 5}
+        again = await gateway.generate("again", prompts[4], 12, **options)
+        assert (await r.workers[0].stats())["step"]["hit_tokens"] > step["hit_tokens"] + 900
+        await r.idle()
+    async with ring(model, tmp_path / "other", plan) as r, r.gateway() as gateway:
+        assert await gateway.generate("fresh", prompts[4], 12, **options) == again
+
+
+async def test_a_pool_too_small_for_all_preempts_and_changes_no_token(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    plan = lambda m, n: make_plan(m, n, 2, blocks=40, context=160, block_size=4)  # noqa: E731
+    async with ring(model, tmp_path, plan) as r, r.gateway() as gateway:
+        names = {f"r{i}-{k}": i for k in range(3) for i in (0, 1, 2, 4, 5, 6)}
+        results = await asyncio.gather(*(gateway.generate(name, PROMPTS[i], 24) for name, i in names.items()))
+        assert results == [expected[i] for i in names.values()]
+        assert (await r.workers[0].stats())["step"]["preempted"] > 0
+        await r.idle()
+
+
 async def test_sampled_text_does_not_depend_on_the_partition(model: Path, tmp_path: Path) -> None:
     texts = []
     for stages in (1, 3):

@@ -45,6 +45,7 @@ class Draw:
 
     params: SamplingParams
     prompt_ids: Sequence[int] | np.ndarray
+    """Both ids are looked at only where `SamplingParams.penalised`."""
     output_ids: Sequence[int] | np.ndarray
     index: int
 
@@ -143,10 +144,10 @@ def _penalised(
     output_ids: Sequence[int] | np.ndarray,
 ) -> np.ndarray:
     """Logits after penalties; the argument itself when there are none."""
+    if not params.penalised:
+        return logits_V
     repetition = params.repetition_penalty != 1
     counted = params.presence_penalty != 0 or params.frequency_penalty != 0
-    if not repetition and not counted:
-        return logits_V
     size = len(logits_V)
     adjusted_V = logits_V.astype(np.float64)
     output, counts = np.unique(_ids(output_ids, size), return_counts=True)

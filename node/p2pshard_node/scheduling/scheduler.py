@@ -1,26 +1,37 @@
 """Continuous batching: which tokens of which sequences the next step holds. Pure: no torch, clock or I/O.
 
-Sequences wait first-in first-out and are admitted when blocks for their prompt and all they may still
-generate are free, so that a sequence once running never waits for memory. A step holds decode rows and
-chunks of prompts, together at most `chunk_tokens`; at most `window` steps are under way, so that each stage
-can work on another one.
+A sequence is admitted when blocks for the tokens it has now are there, with some to grow into for all that
+run; further blocks come as it grows. When they run out, the youngest sequence gives its blocks back, and is
+computed again, prompt and output, once there is room. The oldest can always go on, so all come to an end.
+What a sequence has in common with earlier ones (whole blocks from its first token on) is not computed again.
+
+A step holds decode rows and chunks of prompts, together at most `chunk_tokens`; at most `window` steps are
+under way, so that each stage can work on another one. Stages execute steps in order, so blocks may be
+given to another sequence while steps that use them are under way.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from p2pshard.errors import ContextExceeded, Overloaded
 from p2pshard.planning.memory import MAX_LOGIT_ROWS
-from p2pshard_node.scheduling.blocks import BlockAllocator, Run
+from p2pshard_node.scheduling.blocks import BlockPool, Run, runs_of
+from p2pshard_node.scheduling.prefix import extend_keys
 
-__all__ = ["Advance", "Request", "Scheduler", "Step", "StepRow"]
+__all__ = ["Advance", "Counts", "Request", "Scheduler", "Step", "StepRow"]
 
 MIN_GROUP = 4
 """Decode rows that share a step before another is opened for more: fewer cost about as much."""
+GROWTH_BLOCKS = 4
+"""That each running sequence must be able to take before another is admitted; doubled for one each time it
+lost its blocks, so that this happens seldom, and never for ever."""
+WAIT_BLOCKS = 4
+"""Length of a common beginning from which on a sequence waits for what another one is computing of it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Request:
     """What the scheduler needs to know of a sequence."""
 
     sequence: int
-    """64 bit, never used twice."""
+    """64 bit, never used for another request."""
     prompt_ids: tuple[int, ...]
     max_tokens: int
     """Output tokens in all, those already given included."""
@@ -44,18 +55,23 @@ class StepRow:
     token_ids: tuple[int, ...]
     sample: bool
     """Its last token's logits are sampled."""
+    turn: int = 0
+    """How often the sequence had lost its blocks when this row was made: a row of an earlier turn is void."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pass through all stages. Stages execute `freed` before `allocated`."""
+    """One pass through all stages. Stages execute `freed`, `shared` and `allocated` in this order."""
 
     number: int
     rows: tuple[StepRow, ...]
-    admitted: tuple[int, ...]
-    """Sequences whose first row is in this step."""
-    allocated: tuple[tuple[int, tuple[Run, ...]], ...]
-    freed: tuple[int, ...]
+    admitted: tuple[int, ...] = ()
+    """Sequences that run from this step on, or again."""
+    shared: tuple[tuple[int, tuple[Run, ...]], ...] = ()
+    """Blocks, complete already, that an admitted sequence begins with."""
+    allocated: tuple[tuple[int, tuple[Run, ...]], ...] = ()
+    """Blocks appended to what a sequence has."""
+    freed: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -74,19 +90,39 @@ class Advance:
     """``stop``, ``length`` or empty."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     request: Request
-    ids: list[int] = field(default_factory=list)
+    arrival: int
+    ids: list[int]
     """Prompt and output."""
+    turn: int = 0
     sent: int = 0
     """Tokens of `ids` that a step holds or held."""
-    flying: int = 0
-    """Rows in steps under way."""
+    done: int = 0
+    """Those of steps that have returned: every stage has their keys and values."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of the first full blocks of `ids`, as far as they were needed."""
+
+    @property
+    def number(self) -> int:
+        return self.request.sequence
 
     @property
     def outputs(self) -> int:
         return len(self.ids) - len(self.request.prompt_ids)
+
+
+@dataclass
+class Counts:
+    """Since the scheduler began."""
+
+    admitted_tokens: int = 0
+    """Tokens of sequences when they were admitted, again each time they were."""
+    hit_tokens: int = 0
+    """Those of them that were there already."""
+    preempted: int = 0
+    """Times that a sequence lost its blocks."""
 
 
 class Scheduler:
@@ -102,30 +138,39 @@ class Scheduler:
         context: int,
         max_waiting: int = 256,
         max_samples: int = MAX_LOGIT_ROWS,
+        root: bytes = b"",
     ) -> None:
-        """``max_samples``: rows of one step that are sampled, at least 2; the plan has memory for so many logits."""
-        self.blocks = BlockAllocator(blocks)
+        """``max_samples``: rows of one step that are sampled, at least 2; the plan has memory for so many logits.
+
+        ``root``: `p2pshard_node.scheduling.prefix.root_key`.
+        """
+        self.blocks = BlockPool(blocks)
+        self.counts = Counts()
+        self.window = window
         self._block_size = block_size
         self._chunk = chunk_tokens
-        self.window = window
         self._context = context
         self._max_waiting = max_waiting
         self._max_samples = max_samples
-        self._waiting: deque[_Sequence] = deque()
+        self._root = root
+        self._arrivals = 0
+        self._waiting: list[_Sequence] = []
+        """In order of arrival."""
         self._running: dict[int, _Sequence] = {}
-        self._prefill: deque[int] = deque()
+        self._prefill: deque[_Sequence] = deque()
         """Running sequences with ids beyond the next decode token still to send, oldest first."""
-        self._ready: deque[int] = deque()
+        self._ready: deque[_Sequence] = deque()
         """Running sequences whose next token may be computed, longest waiting first."""
-        self._ending: dict[int, int] = {}
-        """Sequences that are over, with the rows that steps under way still hold."""
-        self._to_free: list[int] = []
+        self._filling: dict[bytes, int] = {}
+        """Keys of blocks that a running sequence will complete while it reads its prompt."""
+        self._freed: list[int] = []
         self._flight: dict[int, Step] = {}
         self._decode_steps: set[int] = set()
         """Those under way that hold decode rows."""
         self._number = 0
         self._prefilled = False
         """Whether the last step held a chunk of a prompt; with a budget of one token they alternate."""
+        self._next = _Changes()
 
     # -- what is there --------------------------------------------------------------------------
     @property
@@ -143,12 +188,15 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing waits, runs, flies or has blocks to give back."""
-        return not (self._waiting or self._running or self._flight or self._ending or self._to_free)
+        return not (self._waiting or self._running or self._flight or self._freed)
 
     def need(self, request: Request) -> int:
-        """Blocks reserved for a request. The last token it may give is never computed on."""
+        """Most blocks a request can come to use. The last token it may give is never computed on."""
         positions = min(self._context, len(request.prompt_ids) + request.max_tokens - 1)
-        return math.ceil(max(1, positions) / self._block_size)
+        return self._blocks_for(max(1, positions))
+
+    def _blocks_for(self, positions: int) -> int:
+        return math.ceil(positions / self._block_size)
 
     # -- requests -------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
@@ -174,26 +222,38 @@ class Scheduler:
             raise Overloaded(
                 f"{len(self._waiting)} requests are waiting already; try again shortly", retry_after_s=1.0
             )
-        self._waiting.append(_Sequence(request, [*request.prompt_ids, *request.output_ids]))
+        self._arrivals += 1
+        self._waiting.append(_Sequence(request, self._arrivals, [*request.prompt_ids, *request.output_ids]))
 
     def cancel(self, sequence: int) -> bool:
         """End a sequence now; its rows under way are ignored when they return. False when it is not here."""
-        if sequence in self._running:
-            self._end(sequence)
+        state = self._running.get(sequence)
+        if state is not None:
+            self._stop(state)
             return True
         before = len(self._waiting)
-        self._waiting = deque(s for s in self._waiting if s.request.sequence != sequence)
+        self._waiting = [s for s in self._waiting if s.number != sequence]
         return len(self._waiting) < before
 
-    def _end(self, sequence: int) -> None:
-        state = self._running.pop(sequence)
+    def _stop(self, state: _Sequence) -> None:
+        """It runs no longer; its blocks are there for others from the next step on."""
+        del self._running[state.number]
         for queue in (self._prefill, self._ready):
-            if sequence in queue:
-                queue.remove(sequence)
-        if state.flying:
-            self._ending[sequence] = state.flying
-        else:
-            self._to_free.append(sequence)
+            if state in queue:
+                queue.remove(state)
+        for key in state.keys:
+            if self._filling.get(key) == state.number:
+                del self._filling[key]
+        self.blocks.free(state.number)
+        self._freed.append(state.number)
+
+    def _preempt(self, state: _Sequence) -> None:
+        """Take the blocks of a sequence; it waits, in its old place, to be computed again."""
+        assert state.number not in self._next.admitted, "admitted without room to grow"
+        self._stop(state)
+        state.turn, state.sent, state.done = state.turn + 1, 0, 0
+        bisect.insort(self._waiting, state, key=lambda s: s.arrival)
+        self.counts.preempted += 1
 
     # -- steps ----------------------------------------------------------------------------------
     def next_step(self) -> Step | None:
@@ -203,45 +263,31 @@ class Scheduler:
         """
         if len(self._flight) >= self.window:
             return None
-        freed, self._to_free = tuple(self._to_free), []
-        for sequence in freed:
-            self.blocks.free(sequence)
-        allocated = self._admit()
-        decodes = self._decode_rows()
-        rows = (
-            *decodes,
-            *self._prefill_rows(self._chunk - len(decodes), self._max_samples - len(decodes)),
-        )
-        if not rows and not freed and not allocated:
+        self._next = _Changes()
+        # A prompt always gets on: one token of the budget is kept for it, or every second step.
+        reading = (bool(self._prefill) or self._admit()) and (self._chunk > 1 or not self._prefilled)
+        decodes = self._decode_rows(keep=int(reading))
+        rows = (*decodes, *self._prefill_rows(self._chunk - len(decodes), self._max_samples - len(decodes)))
+        freed, self._freed = tuple(self._freed), []
+        if not rows and not freed:
             return None
         self._number += 1
-        admitted = tuple(r.sequence for r in rows if r.start == 0)
-        step = Step(self._number, rows, admitted, allocated, freed)
-        for row in rows:
-            self._running[row.sequence].flying += 1
+        changes = self._next
+        step = Step(
+            self._number,
+            rows,
+            tuple(changes.admitted),
+            tuple(changes.shared),
+            tuple(changes.allocated),
+            freed,
+        )
         self._flight[step.number] = step
         if decodes:
             self._decode_steps.add(step.number)
         return step
 
-    def _admit(self) -> tuple[tuple[int, tuple[Run, ...]], ...]:
-        allocated = []
-        while self._waiting:
-            state = self._waiting[0]
-            sequence = state.request.sequence
-            runs = self.blocks.allocate(sequence, self.need(state.request))
-            if runs is None:
-                break  # strictly in order: a small one that overtakes could starve a large one for ever
-            self._waiting.popleft()
-            self._running[sequence] = state
-            self._prefill.append(sequence)
-            allocated.append((sequence, runs))
-        return tuple(allocated)
-
-    def _decode_rows(self) -> tuple[StepRow, ...]:
+    def _decode_rows(self, keep: int) -> tuple[StepRow, ...]:
         """The next group: as many as stages can work on at once, none below `MIN_GROUP` by choice."""
-        # A prompt always gets on: one token of the budget is kept for it, or every second step.
-        keep = int(bool(self._prefill) and (self._chunk > 1 or not self._prefilled))
         decoding = len(self._running) - len(self._prefill)
         groups = max(1, min(self.window, decoding // MIN_GROUP))
         if len(self._decode_steps) >= groups:
@@ -249,14 +295,33 @@ class Scheduler:
         group = min(
             self._chunk - keep, self._max_samples - keep, math.ceil(decoding / groups), len(self._ready)
         )
-        return tuple(self._row(self._ready.popleft(), 1) for _ in range(group))
+        chosen = [self._ready.popleft() for _ in range(group)]
+        rows = []
+        # The oldest first: whoever has to make room for it is younger, hence not yet in the step.
+        for state in sorted(chosen, key=lambda s: s.arrival):
+            if state.number in self._running and self._grow(state, state.sent + 1):
+                rows.append(self._row(state, 1))
+        return tuple(rows)
+
+    def _grow(self, state: _Sequence, positions: int) -> bool:
+        """Give a sequence blocks for so many positions; False when it had to give up its own."""
+        missing = self._blocks_for(positions) - len(self.blocks.blocks(state.number))
+        if missing <= 0:
+            return True
+        while (runs := self.blocks.extend(state.number, missing)) is None:
+            youngest = max(self._running.values(), key=lambda s: s.arrival)
+            self._preempt(youngest)
+            if youngest is state:
+                return False
+        self._next.allocated.append((state.number, runs))
+        return True
 
     def _prefill_rows(self, budget: int, samples: int) -> tuple[StepRow, ...]:
         rows: list[StepRow] = []
-        while budget and samples and self._prefill:
-            state = self._running[self._prefill[0]]
+        while budget and samples and (self._prefill or self._admit()):
+            state = self._prefill[0]
             length = min(budget, len(state.ids) - state.sent)
-            rows.append(self._row(self._prefill[0], length))
+            rows.append(self._row(state, length))
             budget -= length
             if state.sent == len(state.ids):
                 self._prefill.popleft()
@@ -264,33 +329,99 @@ class Scheduler:
         self._prefilled = bool(rows)
         return tuple(rows)
 
-    def _row(self, sequence: int, length: int) -> StepRow:
-        state = self._running[sequence]
+    def _row(self, state: _Sequence, length: int) -> StepRow:
         start, state.sent = state.sent, state.sent + length
-        return StepRow(
-            sequence, start, tuple(state.ids[start : state.sent]), sample=state.sent == len(state.ids)
-        )
+        ids = tuple(state.ids[start : state.sent])
+        return StepRow(state.number, start, ids, sample=state.sent == len(state.ids), turn=state.turn)
 
-    def complete(self, number: int, tokens: Mapping[int, int]) -> tuple[Advance, ...]:
+    # -- admission ------------------------------------------------------------------------------
+    def _admit(self) -> bool:
+        """Let the first in the queue run, if there is room for it."""
+        for state in self._waiting:
+            extend_keys(
+                state.keys, state.ids, self._block_size, len(state.ids) // self._block_size, self._root
+            )
+            # At least one token is computed: the logits after the last one are needed.
+            hits = self.blocks.find(state.keys[: (len(state.ids) - 1) // self._block_size])
+            soon = self._filled_soon(state, len(hits))
+            if soon and len(hits) + soon >= WAIT_BLOCKS:
+                continue  # another sequence reads the same; whoever follows need not wait for that
+            if not self._fits(state, hits) or not self._next.room_for(hits, self.blocks.total):
+                return (
+                    False  # strictly in order: a small one that overtakes could starve a large one for ever
+                )
+            self._waiting.remove(state)
+            self._begin(state, hits)
+            return True
+        return False
+
+    def _filled_soon(self, state: _Sequence, hits: int) -> int:
+        """Blocks after those there are that are being computed for another sequence."""
+        count = 0
+        for key in state.keys[hits : (len(state.ids) - 1) // self._block_size]:
+            if key not in self._filling:
+                break
+            count += 1
+        return count
+
+    def _fits(self, state: _Sequence, hits: tuple[int, ...]) -> bool:
+        """Whether there are blocks for its tokens, and some for all that run to grow into."""
+        if not self._running:
+            return True  # all blocks are available, and `add` has seen to it that they are enough
+        most = GROWTH_BLOCKS << min(state.turn, 32)
+        growth = min(most, self.need(state.request) - self._blocks_for(len(state.ids)))
+        for other in self._running.values():
+            growth += min(most, self.need(other.request) - len(self.blocks.blocks(other.number)))
+        new = self._blocks_for(len(state.ids)) - len(hits)
+        return new + growth <= self.blocks.available - self.blocks.idle(hits)
+
+    def _begin(self, state: _Sequence, hits: tuple[int, ...]) -> None:
+        number = state.number
+        if hits:
+            self.blocks.share(number, hits)
+            self._next.shared.append((number, runs_of(hits)))
+        runs = self.blocks.extend(number, self._blocks_for(len(state.ids)) - len(hits))
+        assert runs is not None, "admitted without room"
+        self._next.allocated.append((number, runs))
+        self._next.admitted.append(number)
+        state.sent = state.done = len(hits) * self._block_size
+        for key in state.keys[len(hits) :]:
+            self._filling.setdefault(key, number)
+        self._running[number] = state
+        self._prefill.append(state)
+        self.counts.admitted_tokens += len(state.ids)
+        self.counts.hit_tokens += state.sent
+
+    # -- returns --------------------------------------------------------------------------------
+    def complete(
+        self, number: int, tokens: Mapping[int, int], failed: Collection[int] = ()
+    ) -> tuple[Advance, ...]:
         """Take a returned step's sampled tokens ({sequence: id}). Raises `KeyError` for a step not under way.
 
-        A sequence whose sampled row has no token is left as it is: cancel it when a stage failed.
+        A sequence of `failed`, which a stage could not compute, is left as it is: cancel it.
         """
         step = self._flight.pop(number)
         self._decode_steps.discard(number)
         advances = []
         for row in step.rows:
-            if row.sequence in self._ending:
-                self._ending[row.sequence] -= 1
-                if not self._ending[row.sequence]:
-                    del self._ending[row.sequence]
-                    self._to_free.append(row.sequence)
+            state = self._running.get(row.sequence)
+            if state is None or state.turn != row.turn or row.sequence in failed:
                 continue
-            state = self._running[row.sequence]
-            state.flying -= 1
+            self._done(state, row.start + len(row.token_ids))
             if row.sample and row.sequence in tokens:
                 advances.append(self._advance(state, tokens[row.sequence]))
         return tuple(advances)
+
+    def _done(self, state: _Sequence, positions: int) -> None:
+        """Every stage has keys and values of so many: blocks that are full now can be found by others."""
+        first, end = state.done // self._block_size, positions // self._block_size
+        extend_keys(state.keys, state.ids, self._block_size, end, self._root)
+        blocks = self.blocks.blocks(state.number)
+        for block, key in zip(blocks[first:end], state.keys[first:end], strict=True):
+            self.blocks.keep(block, key)
+            if self._filling.get(key) == state.number:
+                del self._filling[key]
+        state.done = positions
 
     def _advance(self, state: _Sequence, token: int) -> Advance:
         request = state.request
@@ -301,7 +432,20 @@ class Scheduler:
         elif state.outputs >= request.max_tokens or len(state.ids) > self._context:
             finished = "length"
         if finished:
-            self._end(request.sequence)
+            self._stop(state)
         else:
-            self._ready.append(request.sequence)
+            self._ready.append(state)
         return Advance(request.sequence, state.outputs - 1, token, finished)
+
+
+@dataclass
+class _Changes:
+    """Of the block table, by the step that is being made."""
+
+    admitted: list[int] = field(default_factory=list)
+    shared: list[tuple[int, tuple[Run, ...]]] = field(default_factory=list)
+    allocated: list[tuple[int, tuple[Run, ...]]] = field(default_factory=list)
+
+    def room_for(self, hits: tuple[int, ...], most: int) -> bool:
+        """A frame names at most so many shared runs as there are blocks."""
+        return sum(len(runs) for _, runs in self.shared) + len(runs_of(hits)) <= most

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from p2pshard.sampling import SamplingParams
 from p2pshard.transport.channels import EOF, abort_with
 from p2pshard.transport.frames import Admitted, Deltas, Frame, RowHeader, SampledToken
 from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard_node.scheduling.prefix import root_key
 from p2pshard_node.scheduling.scheduler import Request, Scheduler, Step
 from p2pshard_node.worker.outbox import Outbox
 from p2pshard_node.worker.pace import Pace
@@ -93,6 +94,7 @@ class Driver:
             window=window,
             context=plan.context,
             max_waiting=max_waiting,
+            root=root_key(plan),
         )
         self._submit_step = submit_step
         self.ready = False
@@ -125,6 +127,8 @@ class Driver:
             "in_flight": self._scheduler.in_flight,
             "waiting": self._scheduler.waiting,
             "window": self._scheduler.window,
+            **asdict(self._scheduler.counts),
+            "blocks_kept": self._scheduler.blocks.kept,
             "trace": self._trips.report(under_way=bool(self._flights)).to_json(),
         }
 
@@ -147,7 +151,7 @@ class Driver:
         self._pump_due = False
         while self.broken is None and (step := self._scheduler.next_step()) is not None:
             self._flights[step.number] = _Flight(step, time.monotonic())
-            for sequence, _ in step.allocated:
+            for sequence in step.admitted:
                 running = self._sequences.get(sequence)
                 if running is not None and running.gateway is not None:
                     running.gateway.outbox.started(running.request, running.attempt)
@@ -165,7 +169,7 @@ class Driver:
                 for r in step.rows
             ),
             token_ids_T=np.array(ids, np.int32),
-            deltas=Deltas(free=step.freed, allocate=step.allocated),
+            deltas=Deltas(free=step.freed, share=step.shared, allocate=step.allocated),
             admitted=tuple(Admitted(a.sequence, a.prompt_length, a.sampling) for a in admitted),
         )
 
@@ -176,7 +180,8 @@ class Driver:
             raise ProtocolError(f"tokens of step {frame.step}, which is not under way")
         self._account(flight, frame)
         tokens = {t.sequence: t for t in frame.tokens}
-        for advance in self._scheduler.complete(frame.step, {s: t.id for s, t in tokens.items()}):
+        ids, failed = {s: t.id for s, t in tokens.items()}, {s for s, _ in frame.failed}
+        for advance in self._scheduler.complete(frame.step, ids, failed):
             running = self._sequences.get(advance.sequence)
             if running is None:
                 continue
