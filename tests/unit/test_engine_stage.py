@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from p2pshard_node.engine.quant import Int8Linear, PlainProduct, best_product, is_exact
+from p2pshard_node.engine import quant
+from p2pshard_node.engine.quant import Int8Linear, check_exact
 from p2pshard_node.engine.stage import Row, StageModel, StepBatch
 
-from p2pshard.errors import InvalidRequest, ModelCorrupt, ProtocolError, UnsupportedModel
+from p2pshard.errors import Internal, InvalidRequest, ModelCorrupt, ProtocolError, UnsupportedModel
 from tests.unit.engine_helpers import (
     LLAMA,
     DirectoryWeights,
@@ -193,7 +194,7 @@ def test_int8_bytes(folder: Path) -> None:
     per_layer = sum(n * k + 4 * n for n, k in linears) + 2 * d * 4
     assert stage.weight_bytes == layers * per_layer + v * d * 2 + d * 4 + v * d + 4 * v
     assert stage.kv_bytes == layers * 32 * 4 * 2 * 16 * 4
-    assert "int8" in stage.kernels
+    assert "w8a8" in stage.kernels
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -294,34 +295,58 @@ def test_fingerprint_is_of_the_kernels(folder: Path) -> None:
     assert other.fingerprint != first.fingerprint
 
 
-def test_products_are_exact_and_a_saturating_one_is_found() -> None:
-    assert is_exact(PlainProduct)
-    assert is_exact(best_product())
-
-    class Saturating(PlainProduct):
-        """Sums stop at 16 bits, as those of pairs do on processors without VNNI."""
-
-        def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-            most = 32767 * 2.0**-7 / 127
-            return super().__call__(x_TK).clamp(-most, most)
-
-    assert not is_exact(Saturating)
-
-
-def test_int8_linear_of_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both products, in one piece or many, within the rounding of 127 steps; no rows give no rows."""
-    monkeypatch.setattr("p2pshard_node.engine.quant.PIECE_ELEMENTS", 48 * 10)
+@pytest.mark.parametrize("two_rows", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(37, 48), (1, 5), (64, 64), (201, 130), (128, 2048)])
+def test_int8_linear_is_its_formula_bit_for_bit(rows: int, columns: int, two_rows: bool) -> None:
+    """Whatever the widths and however many tokens, and within its rounding of the float product."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(37, 48, generator=generator)
-    bias = torch.nn.Parameter(torch.randn(37, generator=generator), requires_grad=False)
-    x = torch.randn(2, 3, 48, generator=generator)
+    weight = torch.randn(rows, columns, generator=generator)
+    bias = torch.nn.Parameter(torch.randn(rows, generator=generator), requires_grad=False)
+    layer = Int8Linear(lambda a, b: weight[a:b], rows, columns, bias, two_rows=two_rows)
+    for count in (1, 2, 3, 5, 66):
+        x = torch.randn(count, columns, generator=generator)
+        assert torch.equal(layer(x), layer.reference(x))
     want = torch.nn.functional.linear(x, weight, bias)
-    results = []
-    for product in (PlainProduct, best_product()):
-        layer = Int8Linear(lambda a, b: weight[a:b], 37, 48, bias, product)
-        got = layer(x)
-        assert (got - want).norm() / want.norm() < 0.015
-        assert layer(x[:0]).shape == (0, 3, 37)
-        assert layer.nbytes == 37 * 48 + 37 * 4
-        results.append(got)
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0.05)
+    assert (layer(x) - want).norm() / want.norm() < (0.012 if two_rows else 0.017)
+    assert layer(x.view(2, 33, columns)).shape == (2, 33, rows)
+    assert layer(x[:0]).shape == (0, rows)
+    assert layer.nbytes == rows * columns + rows * 4
+
+
+def test_int8_linear_is_made_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(201, 130, generator=torch.Generator().manual_seed(0))
+    whole = Int8Linear(lambda a, b: weight[a:b], 201, 130, None)
+    monkeypatch.setattr(quant, "BLOCK_ELEMENTS", 1)
+    asked: list[tuple[int, int]] = []
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        asked.append((first, end))
+        return weight[first:end]
+
+    parts = Int8Linear(rows, 201, 130, None)
+    assert asked == [(0, 64), (64, 128), (128, 192), (192, 201)]
+    assert torch.equal(parts.weight(), whole.weight())
+    stored, scales = quant.quantise_rows(weight)
+    assert torch.equal(whole.weight(), stored)
+    assert (weight - stored * scales[:, None]).abs().max() <= scales.max() / 2
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    layer = Int8Linear(lambda a, b: torch.ones(b - a, 16), 3, 16, None)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x = torch.ones(2, 16)
+        x[1, 7] = bad
+        assert not torch.isfinite(layer(x)).any()
+
+
+def test_a_product_that_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_exact()
+    plain = Int8Linear.forward
+
+    def saturating(self: Int8Linear, x: torch.Tensor) -> torch.Tensor:
+        """Sums stop at 16 bits, as those of byte pairs do on some processors."""
+        return plain(self, x).clamp(-32767 / 127, 32767 / 127)
+
+    monkeypatch.setattr(Int8Linear, "forward", saturating)
+    with pytest.raises(Internal, match="not exact"):
+        check_exact.__wrapped__()

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,8 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from p2pshard.errors import UnsupportedModel
 from p2pshard_node.engine import compat
 from p2pshard_node.engine.kv import KvPool
+from p2pshard_node.engine.placement import Placement
 
-__all__ = ["ATTENTION", "STEP", "AttentionStep", "RowSpan", "Step", "attend"]
+__all__ = ["ATTENTION", "STEP", "AttentionStep", "RowSpan", "Step", "attend", "spans_of"]
 
 ATTENTION = "p2pshard"
 #: Queries of one row handled at once, and most scores of one product: both bound the temporaries of long
@@ -79,6 +81,28 @@ class RowSpan:
         else:
             part = pool_SKD.index_select(0, self.slots[low:high])
         return part.transpose(0, 1).unsqueeze(0)
+
+
+def spans_of(
+    placement: Placement, size: int, device: str
+) -> tuple[tuple[RowSpan, ...], torch.Tensor, torch.Tensor]:
+    """Spans of the rows, slot and position of each token (int64 [T]); `size`: tokens of a block."""
+    spans, slots, positions = [], [], []
+    for first, last, start, begin in placement.rows.tolist():
+        end = start + last - first
+        used = placement.table[begin : begin + -(-end // size)]
+        where = np.arange(start, end)
+        positions.append(where)
+        if (np.diff(used) == 1).all():
+            slot, table = int(used[0]) * size, None
+            slots.append(where + slot)
+        else:
+            every = (used[:, None] * size + np.arange(size)).reshape(-1)[:end]
+            slot, table = -1, torch.from_numpy(every).to(device)
+            slots.append(every[start:])
+        spans.append(RowSpan(first, last, start, end, slot, table))
+    slots_T = torch.from_numpy(np.concatenate(slots)).to(device)
+    return tuple(spans), slots_T, torch.from_numpy(np.concatenate(positions)).to(device)
 
 
 @dataclass(slots=True)

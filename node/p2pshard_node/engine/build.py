@@ -69,6 +69,8 @@ class StageModules:
     kv: dict[int, KvShape] = field(default_factory=dict)
     windows: dict[int, int] = field(default_factory=dict)
     """Sliding windows of layers whose attention call does not name them."""
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Named arguments of each layer's attention call; tensors on meta."""
 
     @property
     def config(self) -> Any:
@@ -204,6 +206,7 @@ def _dry_run(modules: StageModules) -> None:
         if kinds and kinds[layer] == "sliding_attention" and not how.get("sliding_window"):
             modules.windows[layer] = int(modules.config.sliding_window)
         modules.kv[layer] = shape
+        modules.calls[layer] = how
 
 
 # -- after loading --------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -32,8 +31,6 @@ __all__ = [
     "float32_names",
     "fuse",
     "initialise_buffers",
-    "int8_prepack",
-    "int8_product",
     "map_names",
     "register_attention",
     "shape_only_experts",
@@ -177,21 +174,3 @@ def fuse(fusion: Fusion, model: Any, load: Callable[[str], torch.Tensor]) -> dic
         converter.add_tensor(fusion.target, name, pattern, partial(load, name))
     made = converter.convert(fusion.target, model=model, config=model.config)
     return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
-
-
-# -- int8 product ---------------------------------------------------------------------------------
-def int8_prepack(weight_NK: torch.Tensor, scale_N: torch.Tensor) -> Any:
-    """fbgemm's packed form of int8 `weight_NK` with one scale a row. Raises `RuntimeError` where the engine
-    lacks it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.13 announces the end of quantised tensors
-        quantised = torch._make_per_channel_quantized_tensor(
-            weight_NK, scale_N.double(), torch.zeros(len(scale_N), dtype=torch.long), 0
-        )
-        return torch.ops.quantized.linear_prepack(quantised, None)
-
-
-#: ``(x_TK float32, step, zero point, packed) -> float32 [T, N]``: quantises x, multiplies in int32, scales
-int8_product: Callable[[torch.Tensor, float, int, Any], torch.Tensor] = (
-    torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-)

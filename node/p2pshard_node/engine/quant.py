@@ -1,93 +1,39 @@
 """Linear layers of int8 weights: one scale an output channel, one dynamic scale a token.
 
-y[t, n] = s[t] w[n] sum_k q[t, k] v[n, k], with q = round(127 x / max|x|) and v the stored int8 weights. The
-sum is an int32 and exact, whichever of the two products computes it: fbgemm's packed one, or plain
-``torch._int_mm`` where fbgemm is missing or saturates (as its kernels for processors without VNNI may).
+The formula, and the kernels that compute it, are in `p2pshard_node.engine.fused.product`. Integer sums are exact
+and all else is one float operation an element, so a row's bits depend neither on its batch nor on the processor.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
-from p2pshard_node.engine import compat
+from p2pshard.errors import Internal
+from p2pshard_node.engine.fused.layers import TILE, linear
+from p2pshard_node.engine.fused.product import MATRIX
+from p2pshard_node.engine.fused.tiles import PANEL
+from p2pshard_node.engine.fused.vectors import LANES
 
-__all__ = [
-    "Int8Linear",
-    "PackedProduct",
-    "PlainProduct",
-    "WideEmbedding",
-    "best_product",
-    "is_exact",
-    "quantise_rows",
-    "row_blocks",
-]
+__all__ = ["Int8Linear", "WideEmbedding", "check_exact", "quantise_rows", "row_blocks", "takes_two_rows"]
 
-STEP = 1.0 / 127
-#: Most float elements of a matrix held at once while it is converted, and most rows x columns packed
-#: together.
+#: Most float elements of a matrix held at once while it is converted.
 BLOCK_ELEMENTS = 1 << 21
-PIECE_ELEMENTS = 1 << 24
+#: Linear layers whose input is quantised to two rows a token (value and remainder): with one, the perplexity of
+#: small models suffers most there. By role, at load: never by what is in a batch.
+_TWO_ROWS = re.compile(r"(^|\.)([qkv]_proj|qkv_proj|down_proj|lm_head)$")
 
 
-class Product(Protocol):
-    """Some rows of an int8 matrix, ready to be multiplied."""
-
-    def __init__(self, weight_NK: torch.Tensor, scale_N: torch.Tensor) -> None: ...
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """float32 [T, K] within [-1, 1] → float32 [T, N]."""
-
-
-class PackedProduct:
-    """fbgemm's."""
-
-    def __init__(self, weight_NK: torch.Tensor, scale_N: torch.Tensor) -> None:
-        self._packed: Any = compat.int8_prepack(weight_NK, scale_N)
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return compat.int8_product(x_TK, STEP, 128, self._packed)
-
-
-class PlainProduct:
-    """An int32 matrix product; slower, and exact everywhere."""
-
-    def __init__(self, weight_NK: torch.Tensor, scale_N: torch.Tensor) -> None:
-        self._weight_NK = weight_NK
-        self._scale_N = scale_N * STEP
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        q_TK = torch.round(x_TK * 127).to(torch.int8)
-        return torch._int_mm(q_TK, self._weight_NK.t()).float() * self._scale_N
-
-
-@functools.cache
-def best_product() -> type[PackedProduct] | type[PlainProduct]:
-    """The packed product if its sums are exact here, extremes included; else the plain one."""
-    return PackedProduct if is_exact(PackedProduct) else PlainProduct
-
-
-def is_exact(product: Callable[[torch.Tensor, torch.Tensor], Any]) -> bool:
-    """Whether a product's integer sums equal those of float64, for random and for extreme values."""
-    generator = torch.Generator().manual_seed(7)
-    for rows, columns, tokens in ((17, 64, 1), (33, 577, 3), (64, 1536, 8)):
-        v = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
-        q = torch.randint(-127, 128, (tokens, columns), generator=generator, dtype=torch.int8)
-        v[0], v[1], q[0] = 127, -127, 127
-        scale = torch.full((rows,), 2.0**-7)
-        try:
-            got = product(v, scale)(q.float() / 127)
-        except (RuntimeError, NotImplementedError):
-            return False
-        sums = (got.double() / (2.0**-7 * STEP)).round()
-        # int32 sums beyond 2^24 lose their last bits in the float32 result, on every product alike
-        if not torch.allclose(sums, q.double() @ v.double().t(), rtol=2.0**-22, atol=0.25):
-            return False
-    return True
+def takes_two_rows(name: str) -> bool:
+    """Whether the linear layer of that name in its model takes two rows a token."""
+    return _TWO_ROWS.search(name) is not None
 
 
 def quantise_rows(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,15 +43,19 @@ def quantise_rows(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.round(weight_NK / scale_N.unsqueeze(1)).to(torch.int8), scale_N
 
 
-def row_blocks(rows: int, columns: int, elements: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """[first, end) ranges that cover `rows`, each of at most `elements` numbers (one row at least)."""
-    step = max(1, elements // max(1, columns))
+def row_blocks(rows: int, columns: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """[first, end) ranges that cover `rows`, each of at most `BLOCK_ELEMENTS` numbers, or `multiple` rows."""
+    step = max(multiple, BLOCK_ELEMENTS // max(1, columns) // multiple * multiple)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 
 
 class Int8Linear(nn.Module):
-    """In place of a ``nn.Linear``; made from a function that gives float32 rows [first, end)."""
+    """In place of a ``nn.Linear``; made from a function that gives float32 rows [first, end).
+
+    The weights are held once, as panels of 64 rows (see `p2pshard_node.engine.fused.tiles`), padded with zeros to
+    64 rows and 16 columns.
+    """
 
     def __init__(
         self,
@@ -113,39 +63,104 @@ class Int8Linear(nn.Module):
         out_features: int,
         in_features: int,
         bias: nn.Parameter | None,
-        product: Callable[[torch.Tensor, torch.Tensor], Product] | None = None,
+        *,
+        two_rows: bool = False,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.bias = bias
-        make = product or best_product()
-        self._pieces: list[Product] = []
-        for first, end in row_blocks(out_features, in_features, PIECE_ELEMENTS):
-            weight_NK = torch.empty(end - first, in_features, dtype=torch.int8)
-            scale_N = torch.empty(end - first)
-            for low, high in row_blocks(end - first, in_features):
-                weight_NK[low:high], scale_N[low:high] = quantise_rows(rows(first + low, first + high))
-            self._pieces.append(make(weight_NK, scale_N))
+        self.two_rows = two_rows
+        self._width = -(-in_features // LANES) * LANES
+        panels = -(-out_features // PANEL)
+        # four columns of a row are one int32; 128 is added to each of them by its highest bit
+        self._panels = torch.empty(panels, self._width // 4, PANEL, dtype=torch.int32)
+        self._scales_N = torch.zeros(panels * PANEL)
+        for first, end in row_blocks(out_features, in_features, multiple=PANEL):
+            weight_NK = torch.zeros(-(-(end - first) // PANEL) * PANEL, self._width, dtype=torch.int8)
+            weight_NK[: end - first, :in_features], self._scales_N[first:end] = quantise_rows(
+                rows(first, end)
+            )
+            fours = weight_NK.view(torch.uint8).bitwise_xor_(0x80).view(torch.int32)
+            target = self._panels[first // PANEL : -(-end // PANEL)]
+            target.copy_(fours.view(-1, PANEL, self._width // 4).transpose(1, 2))
+        self._matrix: np.ndarray | None = None
+        self._bias_N: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of the weights and their scales. A packed form pads its rows by up to 15 % beyond, at widths below
-        1,000."""
+        """Of the weights and their scales, without padding."""
         return self.out_features * self.in_features + 4 * self.out_features
 
+    @property
+    def matrix(self) -> np.ndarray:
+        """Where the weights lie: one `MATRIX`, valid as long as this module; once the bias has its value."""
+        if self._matrix is None:
+            bias = 0
+            if self.bias is not None:
+                self._bias_N = torch.zeros_like(self._scales_N)
+                self._bias_N[: self.out_features] = self.bias
+                bias = self._bias_N.data_ptr()
+            self._matrix = np.zeros(1, MATRIX)
+            self._matrix[0] = (
+                self._panels.data_ptr(),
+                self._scales_N.data_ptr(),
+                bias,
+                self.out_features,
+                self._width,
+                self.two_rows,
+            )
+        return self._matrix
+
+    def weight(self) -> torch.Tensor:
+        """The stored values, int8 [N, K]."""
+        rows = self._panels.transpose(1, 2).contiguous().view(-1, self._width // 4).view(torch.uint8)
+        return (rows ^ 0x80).view(torch.int8)[: self.out_features, : self.in_features]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        x_TK = x.reshape(-1, self.in_features)
-        scale_T1 = torch.linalg.vector_norm(x_TK, float("inf"), dim=1, keepdim=True).clamp_min_(1e-30)
-        x_TK = x_TK / scale_T1
-        pieces = self._pieces
-        y_TN = pieces[0](x_TK) if len(pieces) == 1 else torch.cat([piece(x_TK) for piece in pieces], dim=1)
-        y_TN.mul_(scale_T1)
-        if self.bias is not None:
-            y_TN.add_(self.bias)
+        x_TK = x.detach().reshape(-1, self.in_features).contiguous()
+        if self._width != self.in_features:
+            x_TK = nn.functional.pad(x_TK, (0, self._width - self.in_features))
+        y_TN = x.new_empty(len(x_TK), self.out_features)
+        rows = min(TILE, len(x_TK)) * (1 + self.two_rows)
+        q = np.empty((rows, self._width), np.int8)
+        sums, scales, scratch = np.empty(rows, np.int32), np.empty(rows, np.float32), np.empty(256, np.int32)
+        if not linear(x_TK.numpy(), self.matrix, y_TN.numpy(), q, sums, scales, scratch):
+            y_TN.fill_(float("nan"))
         return y_TN.view(*x.shape[:-1], self.out_features)
+
+    def reference(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """What `forward` gives, bit for bit, by plain int64 sums: slow, and independent of the kernels."""
+        s_T1 = x_TK.abs().amax(dim=1, keepdim=True).clamp_min(1e-30)
+        value = x_TK * (torch.tensor(127.0) / s_T1)
+        q = torch.round(value)
+        weight = self.weight().long().t()
+        y_TN = (q.long() @ weight).float()
+        if self.two_rows:
+            rest = torch.round((value - q) * 254.0)
+            y_TN = y_TN + (rest.long() @ weight).float() * torch.tensor(1.0 / 254.0)
+        y_TN = y_TN * self._scales_N[: self.out_features] * (s_T1 / 127.0)
+        return y_TN if self.bias is None else y_TN + self.bias
+
+
+def _rows(weight_NK: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    return weight_NK[first:end]
+
+
+@functools.cache
+def check_exact() -> None:
+    """Compare the compiled product with plain integers, extremes included. Raises `Internal`."""
+    generator = torch.Generator().manual_seed(7)
+    for rows, columns, tokens, two_rows in ((17, 64, 1, False), (33, 577, 3, True), (64, 1536, 9, True)):
+        weight = torch.randint(-127, 128, (rows, columns), generator=generator).float()
+        x = torch.randn(tokens, columns, generator=generator)
+        weight[0], weight[1], x[0] = 127, -127, 1
+        layer = Int8Linear(partial(_rows, weight), rows, columns, None, two_rows=two_rows)
+        if not torch.equal(layer(x), layer.reference(x)):
+            raise Internal(
+                f"the compiled int8 product of {rows} x {columns} is not exact on this processor; "
+                "use float32 or bfloat16, and report this with the output of `p2pshard status`"
+            )
 
 
 class WideEmbedding(nn.Module):
@@ -155,6 +170,11 @@ class WideEmbedding(nn.Module):
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
         self.embedding = embedding
+
+    @property
+    def table(self) -> torch.Tensor:
+        """bfloat16 [V, D]."""
+        return cast(torch.Tensor, self.embedding.weight)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         table: Any = self.embedding.weight

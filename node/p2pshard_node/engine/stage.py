@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,17 +14,24 @@ import torch
 
 from p2pshard.errors import Internal, InvalidRequest, ProtocolError
 from p2pshard_node.engine import numerics
-from p2pshard_node.engine.attention import STEP, AttentionStep, RowSpan
+from p2pshard_node.engine.attention import STEP, AttentionStep, spans_of
 from p2pshard_node.engine.build import Part, StageModules, build, finish
+from p2pshard_node.engine.fused.recognise import recognise
+from p2pshard_node.engine.fused.runner import FusedStage
+from p2pshard_node.engine.fused.structure import Unrecognised
+from p2pshard_node.engine.fused.tiles import has_dot_instruction
 from p2pshard_node.engine.heap import returned_at_once
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.load import Weights, load_weights, weight_bytes
-from p2pshard_node.engine.quant import PackedProduct, best_product
+from p2pshard_node.engine.placement import Placement
+from p2pshard_node.engine.quant import Int8Linear, check_exact, takes_two_rows
 
 if TYPE_CHECKING:
     from p2pshard_node.engine.source import TensorSource
 
 __all__ = ["Row", "StageModel", "StepBatch"]
+
+log = logging.getLogger(__name__)
 
 #: Name → dtype of the hidden state, keys and values. Weights have the same, but with ``int8``.
 DTYPES = {
@@ -77,8 +87,12 @@ class StageModel:
         self.fingerprint = ""
         """Of the kernels: equal where the golden model gives equal bits."""
         self.kernels = f"torch {device} {dtype}"
+        """Which way the layers run."""
+        self._fused: FusedStage | None = None
         if dtype == "int8":
-            self.kernels += " packed" if best_product() is PackedProduct else " plain"
+            dot = "avx512-vnni" if has_dot_instruction() else "integer"
+            self.kernels = f"plain w8a8 numba {dot}"
+            self._fuse(f"fused w8a8 numba {dot}")
 
     # -- loading ------------------------------------------------------------------------------------
     @classmethod
@@ -146,6 +160,11 @@ class StageModel:
         with returned_at_once():
             load_weights(modules, weights(), int8=dtype == "int8", device=device, progress=progress)
         finish(modules, device)
+        if dtype == "int8":
+            check_exact()
+            for name, module in modules.model.named_modules():
+                if isinstance(module, Int8Linear):
+                    module.two_rows = takes_two_rows(name)
         # after the weights, so that what loading needs for a moment and the pool are never held together
         pool = KvPool(modules.kv, blocks=blocks, block_size=block_size, dtype=DTYPES[dtype], device=device)
         stage = cls(modules, pool, dtype, device)
@@ -162,26 +181,26 @@ class StageModel:
         whose output is not ``none``. Raises `ProtocolError` for a step that contradicts itself or the pool,
         `Internal` when a result is not finite.
         """
-        spans, slots_T, positions_T = self._plan(batch)
         tokens = len(batch.token_ids)
+        placement = self._place(batch)
         if self._modules.part.embedding:
             if hidden_TD is not None:
                 raise ProtocolError("the first stage was given a hidden state")
             if tokens and not (batch.token_ids.min() >= 0 and batch.token_ids.max() < self.vocab_size):
                 raise ProtocolError(f"a token id is outside the vocabulary of {self.vocab_size}")
-            given = torch.from_numpy(batch.token_ids.astype(np.int64)).to(self._device)
+            given = batch.token_ids
         else:
             if hidden_TD is None or hidden_TD.shape != (tokens, self.hidden_size):
                 shape = None if hidden_TD is None else hidden_TD.shape
                 raise ProtocolError(
                     f"a hidden state of shape {shape} came for {tokens} tokens of {self.hidden_size}"
                 )
-            given = torch.from_numpy(np.ascontiguousarray(hidden_TD, dtype=np.float32)).to(self._device)
+            given = hidden_TD
         if not self._modules.part.head:
-            return self._run(spans, slots_T, positions_T, given, None).cpu().numpy()
-        take = [span.last - 1 for span, row in zip(spans, batch.rows, strict=True) if row.output != "none"]
-        wanted = torch.tensor(take, dtype=torch.long, device=self._device)
-        return self._run(spans, slots_T, positions_T, given, wanted).cpu().numpy()
+            return self._run(placement, given, None)
+        ends = placement.rows[:, 1] - 1
+        wanted = [row.output != "none" for row in batch.rows]
+        return self._run(placement, given, ends[wanted])
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks of the pool, (from, to) each, on every layer. Raises `ProtocolError` for a block
@@ -190,67 +209,82 @@ class StageModel:
             raise ProtocolError(f"a block to copy is outside the pool of {self._pool.blocks}")
         self._pool.copy_blocks(pairs)
 
-    def _plan(self, batch: StepBatch) -> tuple[tuple[RowSpan, ...], torch.Tensor, torch.Tensor]:
-        """Spans of the rows, slot and position of each token."""
-        size, first = self._pool.block_size, 0
-        spans, slots, positions = [], [], []
+    def _place(self, batch: StepBatch) -> Placement:
+        """Where the rows' tokens lie. Raises `ProtocolError` for a step that contradicts itself or the pool."""
+        size, first, used = self._pool.block_size, 0, 0
+        rows, tables = [], []
         for row in batch.rows:
             end, blocks = row.start + row.length, row.blocks
             if row.start < 0 or row.length < 1 or end > len(blocks) * size:
                 raise ProtocolError(
                     f"a row of positions {row.start}-{end - 1} is not within {len(blocks)} blocks of {size}"
                 )
-            if not (min(blocks) >= 0 and max(blocks) < self._pool.blocks):
-                raise ProtocolError(f"a row names a block outside the pool of {self._pool.blocks}")
-            used = blocks[: -(-end // size)]
-            where = np.arange(row.start, end)
-            positions.append(where)
-            if used == tuple(range(used[0], used[0] + len(used))):
-                slot, table = used[0] * size, None
-                slots.append(where + slot)
-            else:
-                every = (np.asarray(used)[:, None] * size + np.arange(size)).reshape(-1)[:end]
-                slot, table = -1, torch.from_numpy(every).to(self._device)
-                slots.append(every[row.start :])
-            spans.append(RowSpan(first, first + row.length, row.start, end, slot, table))
+            rows.append((first, first + row.length, row.start, used))
+            tables.append(blocks)
             first += row.length
-        if first != len(batch.token_ids) or not spans:
+            used += len(blocks)
+        if first != len(batch.token_ids) or not rows:
             raise ProtocolError(f"rows of {first} tokens came with {len(batch.token_ids)} token ids")
-        slots_T = torch.from_numpy(np.concatenate(slots)).to(self._device)
-        return tuple(spans), slots_T, torch.from_numpy(np.concatenate(positions)).to(self._device)
+        table = np.fromiter(chain.from_iterable(tables), np.int64, used)
+        if table.min() < 0 or table.max() >= self._pool.blocks:
+            raise ProtocolError(f"a row names a block outside the pool of {self._pool.blocks}")
+        return Placement(np.array(rows, dtype=np.int64), table, first)
 
-    def _run(
-        self,
-        spans: tuple[RowSpan, ...],
-        slots_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        given: torch.Tensor,
-        take: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """float32 hidden states [T, D], or logits [R, V] of the columns `take`."""
-        modules = self._modules
-        step = AttentionStep(self._pool, spans, slots_T, modules.windows, take)
-        if modules.part.embedding:
-            arguments = {"input_ids": given.unsqueeze(0)}
+    def _run(self, placement: Placement, given: np.ndarray, take: np.ndarray | None) -> np.ndarray:
+        """float32 hidden states [T, D], or logits [R, V] of the columns `take`. Raises `Internal`."""
+        if take is not None and not len(take):
+            run_for_state = self._run(placement, given, None)
+            return np.empty((0, self.vocab_size), run_for_state.dtype)
+        if self._fused is None:
+            result = self._run_plain(placement, given, take)
+            finite = bool(np.isfinite(result).all())
         else:
-            arguments = {"inputs_embeds": given.to(modules.dtype).unsqueeze(0)}
-        token = STEP.set(step)
+            result, finite = self._fused.run(placement, given)
+            if finite and take is not None:
+                result, finite = self._fused.logits(result, take)
+        if not finite:
+            part = self._modules.part
+            raise Internal(
+                f"layers {part.first}-{part.last} gave a number that is not finite in {self.dtype}"
+                + ("; use bfloat16 or float32" if self.dtype == "float16" else "")
+            )
+        return result
+
+    def _run_plain(self, placement: Placement, given: np.ndarray, take: np.ndarray | None) -> np.ndarray:
+        modules, device = self._modules, self._device
+        spans, slots, positions = spans_of(placement, self._pool.block_size, device)
+        wanted = None if take is None else torch.from_numpy(take).to(device)
+        arguments = {}
+        if modules.part.embedding:
+            ids = torch.from_numpy(given.astype(np.int64)).to(device)
+            arguments["input_ids"] = ids.unsqueeze(0)
+        else:
+            hidden = torch.from_numpy(np.ascontiguousarray(given, dtype=np.float32)).to(device)
+            arguments["inputs_embeds"] = hidden.to(modules.dtype).unsqueeze(0)
+        token = STEP.set(AttentionStep(self._pool, spans, slots, modules.windows, wanted))
         try:
             with torch.inference_mode():
-                logits = take is not None and len(take) > 0
-                model = modules.model if logits else modules.base
-                out = model(**arguments, position_ids=positions_T.unsqueeze(0), use_cache=False)
-                if take is not None and not logits:
-                    return torch.empty(0, self.vocab_size)
-                result: torch.Tensor = (out.logits if logits else out.last_hidden_state)[0].float()
-                if not bool(torch.isfinite(result).all()):
-                    raise Internal(
-                        f"layers {modules.part.first}-{modules.part.last} gave a number that is not finite "
-                        f"in {self.dtype}" + ("; use bfloat16 or float32" if self.dtype == "float16" else "")
-                    )
-                return result
+                model = modules.base if take is None else modules.model
+                out = model(**arguments, position_ids=positions.unsqueeze(0), use_cache=False)
+                result: torch.Tensor = (out.last_hidden_state if take is None else out.logits)[0].float()
+                return result.cpu().numpy()
         finally:
             STEP.reset(token)
+
+    def _fuse(self, kernels: str) -> None:
+        """Run the layers on fused kernels from now on, if they can."""
+        try:
+            self._fused = recognise(self._modules, self._pool, self._probe)
+            self.kernels = kernels
+        except Unrecognised as reason:
+            log.info("%s runs on plain modules: %s", self._modules.config.model_type, reason)
+
+    def _probe(self, given: np.ndarray) -> np.ndarray:
+        count = len(given)
+        used = -(-count // self._pool.block_size)
+        placement = Placement(np.array([[0, count, 0, 0]]), np.arange(used), count)
+        take = np.arange(count) if self._modules.part.head else None
+        return self._run_plain(placement, given, take)
 
     # -- checking -----------------------------------------------------------------------------------
     def self_check(self) -> None:
@@ -285,8 +319,11 @@ class StageModel:
             check=False,
         )
         judged = numerics.golden(lambda rows: model._hidden_states(rows, 4), self.dtype)
-        self.numerics = "invariant" if own and judged.invariant else "tolerant"
-        self.fingerprint = judged.fingerprint
+        fused = self._fused is not None
+        self.numerics = "invariant" if fused and own and judged.invariant else "tolerant"
+        # two stages whose rotations were computed differently, or that run in different ways, are no pair
+        own_way = self._fused.frequencies.tobytes() if self._fused is not None else b"plain"
+        self.fingerprint = hashlib.sha256(bytes.fromhex(judged.fingerprint) + own_way).hexdigest()
 
     def _hidden_states(self, rows: Sequence[tuple[int, np.ndarray]], blocks: int) -> list[np.ndarray]:
         """Last hidden state of every token of (start, values) rows; row i has the pool's blocks from i x
@@ -298,8 +335,6 @@ class StageModel:
             ),
             np.zeros(sum(len(values) for _, values in rows), dtype=np.int32),
         )
-        spans, slots_T, positions_T = self._plan(batch)
-        given = torch.from_numpy(np.concatenate([values for _, values in rows])).to(self._device)
-        given = given.long() if self._modules.part.embedding else given
-        result = self._run(spans, slots_T, positions_T, given, None).cpu().numpy()
-        return [result[span.first : span.last] for span in spans]
+        placement = self._place(batch)
+        result = self._run(placement, np.concatenate([values for _, values in rows]), None)
+        return [result[first:last] for first, last, _, _ in placement.rows]

@@ -1,0 +1,56 @@
+"""Where compiled kernels are kept, and how they are compiled.
+
+The folder's name is made of everything that decides their code, so that any number of processes and versions
+may share a data directory: whoever writes a file writes what the others would have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import platformdirs
+from numba.core import config
+
+__all__ = ["FOLDER", "kernel"]
+
+
+def _processor() -> str:
+    """Name and features of the instruction set that numba compiles for."""
+    if config.CPU_NAME:
+        return f"{config.CPU_NAME} {config.CPU_FEATURES or ''}"
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+def _folder() -> Path:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    versions = (numba.__version__, llvmlite.__version__, platform.python_version(), _processor())
+    digest.update(repr(versions).encode())
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    root = Path(given) if given else Path(platformdirs.user_cache_dir("p2pshard")) / "kernels"
+    return root / digest.hexdigest()[:16]
+
+
+FOLDER = _folder()
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile `function` without the interpreter's lock, for whatever types it is called with; kept in `FOLDER`.
+
+    No fast-math: LLVM may neither reorder sums nor contract products, so bits are the source's own.
+    """
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(FOLDER)
+    try:
+        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    finally:
+        config.CACHE_DIR = before

@@ -1,0 +1,153 @@
+"""A stage of recognised layers, run by compiled kernels: a handful of calls a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from p2pshard_node.engine.fused import layers as kernels
+from p2pshard_node.engine.fused.layers import TILE
+from p2pshard_node.engine.fused.rotary import angles
+from p2pshard_node.engine.fused.vectors import LANES
+from p2pshard_node.engine.kv import KvPool
+from p2pshard_node.engine.placement import Placement
+
+__all__ = ["Embedding", "FusedStage", "Head"]
+
+
+@dataclass(frozen=True)
+class Embedding:
+    table: torch.Tensor
+    """bfloat16 [V, D]."""
+    factor: float
+
+
+@dataclass(frozen=True)
+class Head:
+    norm: np.ndarray
+    """`NORM` [1]."""
+    matrix: np.ndarray
+    """`MATRIX` [1]."""
+    factor: float
+    softcap: float
+    """0: none."""
+
+
+class FusedStage:
+    """Tables of addresses, and the scratch of a step.
+
+    `owners`: whatever the tables' addresses point into. Not to be used from two threads at once.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        layers: np.ndarray,
+        matrices: np.ndarray,
+        norms: np.ndarray,
+        frequencies: np.ndarray,
+        scalings: np.ndarray,
+        hidden_size: int,
+        owners: list[Any],
+    ) -> None:
+        self._pool, self._owners = pool, owners
+        self.layers, self.matrices, self.norms = layers, matrices, norms
+        self.frequencies, self.scalings = frequencies, scalings
+        self.hidden_size = hidden_size
+        self.embedding: Embedding | None = None
+        self.head: Head | None = None
+        heads, shared, width = (int(layers[name].max()) for name in ("heads", "shared", "width"))
+        inner = int(layers["inner"].max())
+        self._lines, self._across = (heads + 2 * shared) * width, heads * width
+        across = max(hidden_size, inner, self._across)
+        self._y = np.empty((TILE, hidden_size), np.float32)
+        self._gated = np.empty((TILE, 2 * inner), np.float32)
+        self._work = np.empty(across, np.float32)
+        self._q = np.empty((2 * TILE, across), np.int8)
+        self._sums, self._scales = np.empty(2 * TILE, np.int32), np.empty(TILE, np.float32)
+        self._scratch = np.empty(256, np.int32)
+        group = int((layers["heads"] // layers["shared"]).max())
+        self._state = np.empty(kernels.state_size(group), np.float32)
+        copied = pool.block_size % LANES != 0
+        self._copy = np.empty(2 * 64 * shared * width if copied else 1, np.float32)
+        self._qkv = np.empty((0, self._lines), np.float32)
+        self._attended = np.empty((0, self._across), np.float32)
+
+    def own(self, *things: Any) -> None:
+        """Keep what `head` and `embedding` point into."""
+        self._owners += things
+
+    def run(self, placement: Placement, given: np.ndarray) -> tuple[np.ndarray, bool]:
+        """float32 [T, D] behind the last layer, and whether all numbers are finite.
+
+        `given`: token ids (int [T]) on a stage with the embedding, else float32 [T, D].
+        """
+        count = placement.tokens
+        if self.embedding is not None:
+            hidden = np.empty((count, self.hidden_size), np.float32)
+            table, factor = self.embedding.table.data_ptr(), np.float32(self.embedding.factor)
+            kernels.embed(table, given.astype(np.int64), factor, hidden)
+        else:
+            hidden = np.array(given, dtype=np.float32, order="C")
+        return hidden, self.run_layers(placement, hidden, slice(None))
+
+    def run_layers(self, placement: Placement, hidden: np.ndarray, which: slice) -> bool:
+        """Layers `which` of the stage, in place; whether all numbers are finite."""
+        count, size = placement.tokens, self._pool.block_size
+        positions, slots = np.empty(count, np.int64), np.empty(count, np.int64)
+        kernels.places(placement.rows, placement.table, size, positions, slots)
+        cos = np.empty((len(self.frequencies), count, self.frequencies.shape[1]), np.float32)
+        sin = np.empty_like(cos)
+        angles(positions, self.frequencies, self.scalings, cos, sin)
+        if len(self._qkv) < count:
+            self._qkv = np.empty((count, self._lines), np.float32)
+            self._attended = np.empty((count, self._across), np.float32)
+        finite = kernels.run_layers(
+            self.layers[which],
+            self.matrices[which],
+            self.norms[which],
+            hidden,
+            placement.rows,
+            placement.table,
+            size,
+            slots,
+            cos,
+            sin,
+            self._qkv,
+            self._attended,
+            self._y,
+            self._gated,
+            self._work,
+            self._q,
+            self._sums,
+            self._scales,
+            self._scratch,
+            self._state,
+            self._copy,
+        )
+        return bool(finite and kernels.all_finite(hidden))
+
+    def logits(self, hidden: np.ndarray, take: np.ndarray) -> tuple[np.ndarray, bool]:
+        """float32 [R, V] of the rows `take` (int64 [R]), and whether all numbers are finite."""
+        head = self.head
+        assert head is not None
+        y = np.empty((len(take), int(head.matrix["outputs"][0])), np.float32)
+        factor, softcap = np.float32(head.factor), np.float32(head.softcap)
+        finite = kernels.head(
+            hidden,
+            take,
+            head.norm,
+            head.matrix,
+            y,
+            factor,
+            softcap,
+            self._work,
+            self._q,
+            self._sums,
+            self._scales,
+            self._scratch,
+        )
+        return y, bool(finite)
