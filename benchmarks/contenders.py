@@ -83,6 +83,11 @@ class Contender(ABC):
             self.commands.append(line)
 
 
+def _context(tokens: int) -> int:
+    """Room for so many tokens, in the steps of 256 that llama.cpp allocates."""
+    return -(-tokens // 256) * 256
+
+
 def pinned(argv: Sequence[str], cores: Sequence[int]) -> list[str]:
     return ["taskset", "-c", ",".join(map(str, cores)), *argv]
 
@@ -106,16 +111,17 @@ class LlamaCpp(Contender):
 
     def _bench(self, model: Path, load: Load, flags: Sequence[str]) -> Rates:
         most = max(load.streams)
-        context = max(most * (load.prompt + load.tokens), load.prefill + 2)
         common = [
             str(self.binaries / "llama-batched-bench"),
             *("-m", str(model), "-b", "2048", "-ub", "512", "--output-format", "jsonl", *flags),
         ]
         shape = ["-npp", str(load.prompt), "-ntg", str(load.tokens), "-npl", ",".join(map(str, load.streams))]
-        # Each sequence has its own part of the context, rounded up by llama.cpp to 256 tokens.
-        rows = json_lines(self.execute([*common, "-c", str(-(-context // most // 256) * 256 * most), *shape]))
+        # Each sequence has its own part of the context.
+        context = str(most * _context(load.prompt + load.tokens))
+        rows = json_lines(self.execute([*common, "-c", context, *shape]))
         shape = ["-npp", str(load.prefill), "-ntg", "2", "-npl", "1"]
-        (prefill,) = json_lines(self.execute([*common, "-c", str(-(-context // 256) * 256), *shape]))
+        context = str(_context(load.prefill + 2))
+        (prefill,) = json_lines(self.execute([*common, "-c", context, *shape]))
         return Rates({row["pl"]: row["speed_tg"] for row in rows}, prefill["speed_pp"])
 
 
@@ -196,12 +202,12 @@ class Ours(Contender):
         )
         for node, core in zip(cluster.nodes, self.cores, strict=True):
             node.core = core
-        context = max(load.prompt + load.tokens, load.prefill + 2)
+        context = _context(max(load.prompt + load.tokens, load.prefill + 2))
         with cluster:
             cluster.wait_measured()
             bench = [
                 *(sys.executable, "-m", "p2pshard.cli", "bench", str(model), "--json", "--rounds", "1"),
-                *("--nodes", str(nodes), "--dtype", self._asked, "--context", str(-(-context // 256) * 256)),
+                *("--nodes", str(nodes), "--dtype", self._asked, "--context", str(context)),
                 *("--concurrency", str(max(load.streams)), "--node", cluster.nodes[0].address),
             ]
             streams = ",".join(map(str, load.streams))

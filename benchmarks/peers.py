@@ -43,10 +43,6 @@ def main() -> None:
     streams = tuple(int(s) for s in options.streams.split(","))
     load = Load(streams, options.prompt, options.tokens, options.prefill)
     binaries = options.llama_cpp / "build" / "bin"
-    if not (binaries / "llama-batched-bench").exists():
-        sys.exit(
-            f"no llama-batched-bench in {binaries}; run benchmarks/build_llama_cpp.sh {options.llama_cpp}"
-        )
     result: dict[str, Any] = {
         "machine": machine(),
         "load": vars(load),
@@ -57,6 +53,11 @@ def main() -> None:
         for model in options.models:
             contenders = line_up(binaries, Path(folder), options.dtype or ["auto"])
             chosen = [c for c in contenders if not any(word in c.name for word in options.without)]
+            if any(isinstance(c, LlamaCpp) for c in chosen) and not (binaries / "ggml-rpc-server").exists():
+                sys.exit(
+                    f"no ggml-rpc-server in {binaries}; run benchmarks/build_llama_cpp.sh {options.llama_cpp}, "
+                    "or leave llama.cpp out with --without llama"
+                )
             rows = compare(chosen, model.resolve(), load, options.rounds)
             result["models"].append({"file": model.name, "bytes": model.stat().st_size, "contenders": rows})
             options.out.write_text(json.dumps(result, indent=1) + "\n")

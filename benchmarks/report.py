@@ -44,10 +44,18 @@ def middle(row: Row, key: str) -> float | None:
     return median(known) if known else None
 
 
-def ratio(row: Row, other: Row, key: str, other_key: str | None = None) -> float | None:
+def ratio(row: Row, other: Row, key: str) -> float | None:
     """Median of the rounds' ratios."""
-    pairs = zip(values(row, key), values(other, other_key or key), strict=True)
+    pairs = zip(values(row, key), values(other, key), strict=True)
     known = [a / b for a, b in pairs if a and b]
+    return median(known) if known else None
+
+
+def scaling(two: Row, one: Row, key: str) -> float | None:
+    """Median over the rounds of two nodes' rate over twice that of one node at half the streams; prefill has no streams."""
+    half = key if key == "prefill" else str(int(key) // 2) if int(key) % 2 == 0 else ""
+    pairs = zip(values(two, key), values(one, half), strict=True)
+    known = [a / (2 * b) for a, b in pairs if a and b]
     return median(known) if known else None
 
 
@@ -77,6 +85,15 @@ def model_part(results: Row, model: Row) -> str:
         [f"{o['name']} ({o['dtype']}) / {a['name']}", *(times(ratio(o, a, key)) for _, key in wanted)]
         for o in ours
         for a in against
+    ]
+    single = {r["dtype"]: r for r in rows if r["name"].endswith(" 1 node")}
+    ratios += [
+        [
+            f"{o['name']} ({o['dtype']}) / twice 1 node at half the streams",
+            *(times(scaling(o, single[o["dtype"]], key)) for _, key in wanted),
+        ]
+        for o in ours
+        if o["name"].endswith(" 2 nodes") and o["dtype"] in single
     ]
     parts = [f"## {model['file']}", figures]
     if ratios:
@@ -123,8 +140,8 @@ def document(results: Row) -> str:
     shown = "\n".join(f"# {name}\n" + "\n".join(lines) for name, lines in commands.items())
     return f"""# Benchmarks
 
-Written by `benchmarks/report.py`; do not edit. Tokens per second, medians of {results["rounds"]} rounds in which all
-contenders took turns on the same cores with the same file; a ratio is the median of the rounds' ratios.
+Written by `benchmarks/report.py`; do not edit. Tokens per second, medians over the rounds ({results["rounds"]}), in each of
+which all contenders took their turn on the same cores with the same file; a ratio is the median of the rounds' ratios.
 
 - Machine: {machine["cpu"]}, {machine["cores"]} cores ({machine["extensions"]}), {machine["system"]}; commit {machine["commit"]}.
 - Prompts of {load["prompt"]} random tokens, different for each stream; {load["tokens"]} tokens given to each.
