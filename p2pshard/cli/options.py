@@ -14,7 +14,7 @@ __all__ = ["Address", "LayerPin", "json_flag", "node_flag", "plan_flags", "plan_
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 
 
 class Address(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only

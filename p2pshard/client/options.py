@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from p2pshard.errors import InvalidRequest
 from p2pshard.sampling import SamplingParams
+from p2pshard.speculation import draft_of
 from p2pshard.transport.generated import generate_pb2
 
 __all__ = ["GenerateOptions", "Message", "PlanOptions", "apply_options", "settings_json"]
@@ -25,7 +26,7 @@ class PlanOptions(TypedDict, total=False):
     concurrency: int
     """Full contexts that the KV pool holds; 1."""
     dtype: str
-    """``auto`` (as the file has it), ``float32``, ``bfloat16``, ``float16`` or ``int8``."""
+    """``auto`` (as the file has it), ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``."""
     nodes: int | None
     """Use exactly so many nodes; None: the fewest that fit."""
     layers: Mapping[str, tuple[int, int]]
@@ -63,6 +64,9 @@ class GenerateOptions(TypedDict, total=False):
     """Seconds from now after which the request ends with ``finish_reason`` ``deadline``."""
     ignore_eos: bool
     """Go on past the model's end of text."""
+    speculation: str | int
+    """Tokens guessed from the text so far and verified in one step: ``off``, ``adaptive`` (as many as prove right)
+    or how many at a time, 1 to 16. Changes the time that a text takes, never the text."""
 
 
 def settings_json(
@@ -96,6 +100,7 @@ def apply_options(
     logprobs: int | None = None,
     deadline_s: float | None = None,
     ignore_eos: bool = False,
+    speculation: str | int = "off",
     **sampling: Any,
 ) -> None:
     """Write `GenerateOptions` into a request. Raises `InvalidRequest` for a value out of range."""
@@ -112,3 +117,4 @@ def apply_options(
     request.stop.extend([stop] if isinstance(stop, str) else stop)
     request.deadline_s = deadline_s or 0.0
     request.ignore_eos = ignore_eos
+    request.draft = draft_of(speculation)

@@ -3,10 +3,12 @@
 Weights. Float dtypes: every value of a tensor times the dtype's size; an embedding and a head that are one
 tensor are stored once on a stage that has both. ``int8``: each linear matrix one byte a value and four a
 row; the embedding table bfloat16 (a tied head is a second, int8 copy); norms, biases, routers and expert
-stacks float32.
+stacks float32. ``int4``: linear matrices and the embedding table in the file's own groups, or in ours, to the
+byte (`p2pshard.models.groups`), a tied head with the embedding once; what has no groups as in ``int8``.
 
 KV. Blocks x block size x (key width + value width) x the size of a value, in each layer, whether or not the
-layer has a sliding window: all layers follow one block table. ``int8`` computes, and keeps KV, in float32.
+layer has a sliding window: all layers follow one block table. ``int8`` and ``int4`` compute, and keep KV, in
+float32.
 
 Workspace. What a step needs beside those, at the full context and the largest step, or what loading needs
 if that is more. It is an estimate from above; the engine's block sizes that bound it are named below.
@@ -17,9 +19,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from p2pshard.errors import InvalidRequest, ModelCorrupt
+from p2pshard.models.groups import grouped_as, has_groups
 from p2pshard.models.layout import layer_count, layer_of, tied_head
 from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.planning.profiles import ModelProfile
@@ -44,9 +48,9 @@ CHUNK_TOKENS = (256, 128, 64, 32)
 MAX_LOGIT_ROWS = 32
 """Most sequences that get logits in one step."""
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 4}
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 4, "int4": 4}
 """Of computed values and KV."""
-_BY_SIZE = ("float32", "bfloat16", "int8")
+_BY_SIZE = ("float32", "bfloat16", "int8", "int4")
 _LOAD_BYTES = 64_000_000
 """The engine converts large matrices in row blocks whose temporaries stay below this."""
 _SLACK_BYTES = 24_000_000
@@ -101,6 +105,7 @@ def profile_model(manifest: Manifest, dtype: str, name: str = "") -> ModelProfil
     dtype = resolve_dtype(manifest, dtype)
     config = manifest.config
     count = layer_count(manifest)
+    sizes = _Sizes(dtype, has_groups(manifest))
     weights, padding = [0] * count, [0] * count
     tensors: list[dict[str, TensorEntry]] = [{} for _ in range(count)]
     parts: Counter[str] = Counter()
@@ -109,14 +114,14 @@ def profile_model(manifest: Manifest, dtype: str, name: str = "") -> ModelProfil
         place = layer_of(tensor.name, manifest.format)
         if isinstance(place, int):
             if place < count:  # beyond: blocks for multi-token prediction, which no stage loads
-                weights[place] += _tensor_bytes(tensor, dtype)
-                padding[place] += _padding(tensor, dtype)
+                weights[place] += sizes.of(tensor)
+                padding[place] += sizes.padding(tensor)
                 tensors[place][tensor.name] = tensor
         elif place == "embedding":
-            parts[place] += _tensor_bytes(tensor, dtype, table=True)
+            parts[place] += sizes.of_table(tensor)
             tables.append(tensor)
         elif place is not None:
-            parts[place] += _tensor_bytes(tensor, dtype)
+            parts[place] += sizes.of(tensor, outer=place == "head")
     missing = [index for index, found in enumerate(tensors) if not found]
     if missing:
         raise ModelCorrupt(
@@ -127,7 +132,7 @@ def profile_model(manifest: Manifest, dtype: str, name: str = "") -> ModelProfil
 
     table = max(tables, key=lambda t: math.prod(t.shape))
     tied = tied_head(manifest) or config.get("tie_word_embeddings") is True
-    projection = _tensor_bytes(table, dtype) if tied else parts["head"]
+    projection = sizes.of(table, outer=True) if tied else parts["head"]
     widths = [_kv_width(config, found.values()) for found in tensors]
     itemsize = _ITEMSIZE[dtype]
     heads = _size(config, "num_attention_heads", "n_head")
@@ -141,7 +146,7 @@ def profile_model(manifest: Manifest, dtype: str, name: str = "") -> ModelProfil
         layer_padding_bytes=tuple(padding),
         embedding_bytes=parts["embedding"],
         head_bytes=projection + parts["norm"],
-        shared_saving_bytes=projection if tied and dtype != "int8" else 0,
+        shared_saving_bytes=projection if tied and sizes.shares(table) else 0,
         common_bytes=parts["shared"],
         hidden=_size(config, "hidden_size", "n_embd", "d_model"),
         vocabulary=table.shape[0],
@@ -185,28 +190,59 @@ def workspace_bytes(model: ModelProfile, context: int, chunk_tokens: int, *, hea
     return max(step, _LOAD_BYTES) + model.runtime_bytes
 
 
-def _tensor_bytes(tensor: TensorEntry, dtype: str, *, table: bool = False) -> int:
-    """``table``: of the token embedding."""
-    values = math.prod(tensor.shape)
-    if dtype != "int8":
-        return values * _ITEMSIZE[dtype]
-    matrix = len(tensor.shape) == 2
-    if table:
-        return values * (2 if matrix else 4)
-    return values + 4 * tensor.shape[0] if _is_linear(tensor) else values * 4
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of tensors in memory."""
+
+    dtype: str
+    grouped_file: bool
+    """See `p2pshard.models.groups.grouped_as`."""
+
+    def of(self, tensor: TensorEntry, *, outer: bool = False) -> int:
+        """``outer``: of the head."""
+        values = math.prod(tensor.shape)
+        if self.dtype not in ("int8", "int4"):
+            return values * _ITEMSIZE[self.dtype]
+        if not _is_linear(tensor):
+            return values * 4
+        grouped = self._grouped(tensor, outer)
+        return values + 4 * tensor.shape[0] if grouped is None else grouped
+
+    def of_table(self, tensor: TensorEntry) -> int:
+        """Of the token embedding."""
+        values = math.prod(tensor.shape)
+        if self.dtype not in ("int8", "int4"):
+            return values * _ITEMSIZE[self.dtype]
+        if len(tensor.shape) != 2:
+            return values * 4
+        grouped = self._grouped(tensor, True)
+        return values * 2 if grouped is None else grouped
+
+    def shares(self, table: TensorEntry) -> bool:
+        """Whether a tied head and the embedding are stored once."""
+        if self.dtype == "int4":
+            return self._grouped(table, True) is not None
+        return self.dtype != "int8"
+
+    def padding(self, tensor: TensorEntry) -> int:
+        """int8 kernels pad the rows of narrow matrices, by up to 15 % when measured."""
+        if self.dtype != "int8" or not _is_linear(tensor) or tensor.shape[1] >= _NARROW:
+            return 0
+        return math.prod(tensor.shape) * 15 // 100
+
+    def _grouped(self, tensor: TensorEntry, outer: bool) -> int | None:
+        """None: not in groups."""
+        if self.dtype != "int4":
+            return None
+        rows, columns = tensor.shape
+        layout = grouped_as(tensor.dtype, columns, outer=outer, grouped_file=self.grouped_file)
+        return None if layout is None else layout.nbytes(rows, columns)
 
 
 def _is_linear(tensor: TensorEntry) -> bool:
-    """A matrix that ``int8`` stores as such."""
+    """A matrix that ``int8`` and ``int4`` store as such."""
     matrix = len(tensor.shape) == 2 and tensor.name.endswith("weight")
     return matrix and not any(part in tensor.name for part in (*_ROUTERS, *_EXPERTS))
-
-
-def _padding(tensor: TensorEntry, dtype: str) -> int:
-    """int8 kernels pad the rows of narrow matrices, by up to 15 % when measured."""
-    if dtype != "int8" or not _is_linear(tensor) or tensor.shape[1] >= _NARROW:
-        return 0
-    return math.prod(tensor.shape) * 15 // 100
 
 
 def _size(config: dict[str, Any], *keys: str) -> int:

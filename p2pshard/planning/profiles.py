@@ -57,7 +57,7 @@ class ModelProfile:
     manifest: str
     """Digest."""
     dtype: str
-    """``float32``, ``bfloat16``, ``float16`` or ``int8``; never ``auto``."""
+    """``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``; never ``auto``."""
     layer_bytes: tuple[int, ...]
     """Weights of each decoder layer."""
     kv_token_bytes: tuple[int, ...]

@@ -13,7 +13,7 @@ from p2pshard.json_text import parse_json
 
 __all__ = ["DTYPES", "Pin", "Settings"]
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 _MAX_CONTEXT = 1 << 24
 _MAX_CONCURRENCY = 4096
 _MAX_NODES = 1024

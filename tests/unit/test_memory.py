@@ -148,9 +148,10 @@ def test_auto_follows_the_file(format: str, stored: str, expected: str) -> None:
 
 
 def test_dtypes_that_are_smaller() -> None:
-    assert smaller_dtypes("float32") == ("bfloat16", "int8")
-    assert smaller_dtypes("float16") == smaller_dtypes("bfloat16") == ("int8",)
-    assert smaller_dtypes("int8") == ()
+    assert smaller_dtypes("float32") == ("bfloat16", "int8", "int4")
+    assert smaller_dtypes("float16") == smaller_dtypes("bfloat16") == ("int8", "int4")
+    assert smaller_dtypes("int8") == ("int4",)
+    assert smaller_dtypes("int4") == ()
     with pytest.raises(InvalidRequest, match="fp4"):
         resolve_dtype(manifest(), "fp4")
 

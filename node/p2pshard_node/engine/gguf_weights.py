@@ -21,7 +21,9 @@ import torch
 
 from p2pshard.errors import InvalidRequest, ModelCorrupt, UnsupportedModel
 from p2pshard.models.dtypes import READABLE_GGUF
+from p2pshard.models.groups import GroupLayout, grouped_as, has_groups
 from p2pshard.models.manifest import TensorEntry
+from p2pshard_node.engine.groups.repack import GroupRows, repack
 from p2pshard_node.engine.source import TensorSource
 
 __all__ = ["Weights", "open_weights"]
@@ -237,6 +239,42 @@ class _GgufWeights(Weights):
             return out
         self._fill(parts[0], first, out)
         return out
+
+    def layout(self, name: str, *, outer: bool) -> GroupLayout | None:
+        """How ``int4`` stores a matrix; see `p2pshard.models.groups.grouped_as`."""
+        parts = self._find(name)
+        entry = self._source.entry(parts[0].name)
+        dtype = entry.dtype if len(parts) == 1 else ""
+        return grouped_as(dtype, entry.shape[-1], outer=outer, grouped_file=has_groups(self._source.manifest))
+
+    def groups(self, name: str, first: int, end: int) -> GroupRows | None:
+        """Rows [first, end) of a matrix in the file's own groups; None where it has none of ours.
+
+        Raises `ModelCorrupt` when a scale is not a finite number.
+        """
+        part, *others = self._find(name)
+        entry = self._source.entry(part.name)
+        if others or len(entry.shape) != 2:
+            return None
+        _rows((first, end), entry.shape, name)
+        if not part.heads:
+            data = self._raw(entry, first, end)
+        else:  # rows in transformers' order, which is another within each head
+            order = _row_order(entry.shape[0], part.heads)[first:end].numpy()
+            size = entry.shape[0] // part.heads
+            low, high = order.min() // size * size, (order.max() // size + 1) * size
+            data = self._raw(entry, int(low), int(high))[order - low]
+        made = repack(entry.dtype, data)
+        heads = () if made is None else (made.scale_RB, made.low_RB)
+        if not all(h is None or bool(np.isfinite(h).all()) for h in heads):
+            raise ModelCorrupt(f"tensor {part.name!r} has a scale that is not a finite number")
+        return made
+
+    def _raw(self, entry: TensorEntry, first: int, end: int) -> np.ndarray:
+        """uint8 [rows, row bytes] as they lie in the file."""
+        size = entry.nbytes // entry.shape[0]
+        data = self._source.read_range(entry.name, first * size, (end - first) * size)
+        return np.frombuffer(data, np.uint8).reshape(end - first, size)
 
     def _fill(self, part: _Part, first: int, out: torch.Tensor) -> None:
         """Fill ``out`` with rows of the first axis from ``first`` on."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 
 from p2pshard.errors import ModelCorrupt, UnsupportedModel
+from p2pshard.models.groups import LANES, GroupLayout, grouped_as
 from p2pshard_node.engine import compat
 from p2pshard_node.engine.build import StageModules
+from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear
+from p2pshard_node.engine.groups.make import make_groups
+from p2pshard_node.engine.groups.matrix import GroupMatrix
+from p2pshard_node.engine.groups.repack import GroupRows
 from p2pshard_node.engine.quant import Int8Linear, WideEmbedding, row_blocks
 
 __all__ = ["Weights", "load_weights", "weight_bytes"]
@@ -40,11 +45,23 @@ class Weights(Protocol):
         needs."""
 
 
+@runtime_checkable
+class GroupedWeights(Protocol):
+    """Weights of a file that may hold groups already."""
+
+    def layout(self, name: str, *, outer: bool) -> GroupLayout | None:
+        """See `p2pshard.models.groups.grouped_as`."""
+
+    def groups(self, name: str, first: int, end: int) -> GroupRows | None:
+        """Rows [first, end) as the file has them; None unless that is in the groups `layout` says."""
+
+
 def load_weights(
     modules: StageModules,
     weights: Weights,
     *,
     int8: bool = False,
+    int4: bool = False,
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -53,11 +70,12 @@ def load_weights(
     At no time is there more than one row block of a matrix beside what stays (one stack of experts where
     they have to be joined). Raises `ModelCorrupt` when a tensor is missing or has another shape.
     """
-    if int8 and device != "cpu":
+    if (int8 or int4) and device != "cpu":
         raise UnsupportedModel(
-            f"int8 runs on processors only, not on {device}; use bfloat16 or float16 there"
+            f"{'int8' if int8 else 'int4'} runs on processors only, not on {device}; "
+            "use bfloat16 or float16 there"
         )
-    _Loader(modules, weights, int8, device, progress or (lambda done, total: None)).run()
+    _Loader(modules, weights, int8, int4, device, progress or (lambda done, total: None)).run()
 
 
 class _Loader:
@@ -66,16 +84,12 @@ class _Loader:
         modules: StageModules,
         weights: Weights,
         int8: bool,
+        int4: bool,
         device: str,
         progress: Callable[[int, int], None],
     ) -> None:
-        self.modules, self.weights, self.int8, self.device, self.progress = (
-            modules,
-            weights,
-            int8,
-            device,
-            progress,
-        )
+        self.modules, self.weights, self.device, self.progress = modules, weights, device, progress
+        self.int8, self.int4 = int8, int4
         self.model = modules.model
         self.embedding = f"{modules.model.base_model_prefix}.embed_tokens.weight"
         self.kept = compat.float32_names(modules.model, modules.dtype)
@@ -90,6 +104,9 @@ class _Loader:
         if self.modules.part.head and self.modules.tied:
             # a tied head is the embedding's tensor, whether or not the file also names it
             shared = self.modules.part.embedding and not self.int8
+            if shared and self.int4:
+                width = self.wanted[self.embedding][1]
+                shared = self._layout(plan.direct.get(self.embedding), self.embedding, width) is not None
             if self.embedding in plan.direct:
                 plan.direct[HEAD] = plan.direct[self.embedding]
             if shared:
@@ -101,7 +118,7 @@ class _Loader:
             shape, asked = self.weights.shape(source), self.wanted[target]
             if shape != asked:
                 raise ModelCorrupt(f"tensor {source} has shape {shape}, the configuration asks for {asked}")
-            self._place(target, partial(self._rows, source))
+            self._place(target, partial(self._rows, source), source=source)
             missing.discard(target)
         for fusion in plan.fused:
             if fusion.target not in self.wanted:
@@ -126,16 +143,25 @@ class _Loader:
                 + (" ..." if len(names) > 5 else "")
             )
         if shared:
-            self.model.lm_head.weight = self.modules.base.embed_tokens.weight
-        if self.int8 and self.modules.part.embedding:
-            self.modules.base.embed_tokens = WideEmbedding(self.modules.base.embed_tokens)
+            self._share()
+        table = self.modules.base.embed_tokens
+        if (self.int8 or self.int4) and self.modules.part.embedding and not isinstance(table, GroupEmbedding):
+            self.modules.base.embed_tokens = WideEmbedding(table)
+
+    def _share(self) -> None:
+        """Give a tied head the embedding's table."""
+        table, head = self.modules.base.embed_tokens, self.model.lm_head
+        if isinstance(table, GroupEmbedding):
+            self.model.lm_head = GroupLinear(table.matrices, head.bias, wide=True)
+        else:
+            head.weight = table.weight
 
     def _rows(self, source: str, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         whole = (first, end) == (0, (self.weights.shape(source) or (1,))[0])
         return self.weights.load(source, dtype, None if whole else (first, end))
 
     def _dtype(self, target: str) -> torch.dtype:
-        if self.int8:
+        if self.int8 or self.int4:
             return torch.bfloat16 if target == self.embedding else torch.float32
         return torch.float32 if any(part in target for part in self.kept) else self.modules.dtype
 
@@ -144,16 +170,24 @@ class _Loader:
         target: str,
         rows: Rows,
         made: torch.Tensor | None = None,
+        source: str | None = None,
     ) -> None:
         path, _, leaf = target.rpartition(".")
         owner = self.model.get_submodule(path)
         shape, dtype = self.wanted[target], self._dtype(target)
         linear = isinstance(owner, nn.Linear) and leaf == "weight"
-        if linear and self.int8 and not _ROUTERS.search(path):
-            parent, _, name = path.rpartition(".")
+        matrix = linear and not _ROUTERS.search(path)
+        layout = None
+        if self.int4 and (matrix or target == self.embedding):
+            layout = self._layout(source, target, shape[1])
+        if layout is not None and target == self.embedding:
+            self._replace(path, GroupEmbedding(owner, self._matrix(layout, rows, shape, source)))
+        elif layout is not None:
+            grouped = self._matrix(layout, rows, shape, source)
+            self._replace(path, GroupLinear((grouped,), cast("nn.Parameter | None", owner.bias), wide=True))
+        elif matrix and (self.int8 or self.int4):
             bias = cast("nn.Parameter | None", owner.bias)
-            quantised = Int8Linear(partial(rows, dtype=torch.float32), shape[0], shape[1], bias)
-            setattr(self.model.get_submodule(parent), name, quantised)
+            self._replace(path, Int8Linear(partial(rows, dtype=torch.float32), shape[0], shape[1], bias))
         else:
             # float32 products of one token run a third faster over columns; the values are the same
             by_columns = (
@@ -175,6 +209,29 @@ class _Loader:
             size *= n
         self.done += size
         self.progress(min(self.done, self.total), self.total)
+
+    def _replace(self, path: str, module: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, module)
+
+    def _layout(self, source: str | None, target: str, columns: int) -> GroupLayout | None:
+        """What ``int4`` makes of a matrix; None: rows do not divide into groups."""
+        outer = target in (HEAD, self.embedding)
+        if source is not None and isinstance(self.weights, GroupedWeights):
+            return self.weights.layout(source, outer=outer)
+        return grouped_as("", columns, outer=outer, grouped_file=False)
+
+    def _matrix(
+        self, layout: GroupLayout, rows: Rows, shape: tuple[int, ...], source: str | None
+    ) -> GroupMatrix:
+        matrix = GroupMatrix(layout, shape[0], shape[1])
+        for first, end in row_blocks(-(-shape[0] // LANES), shape[1] * LANES):
+            first, end = first * LANES, min(end * LANES, shape[0])
+            own = None
+            if source is not None and isinstance(self.weights, GroupedWeights):
+                own = self.weights.groups(source, first, end)
+            matrix.fill(first, own or make_groups(layout, rows(first, end, torch.float32).numpy()))
+        return matrix
 
     def _fill(
         self,
@@ -206,7 +263,16 @@ def _slice(tensor: torch.Tensor, first: int, end: int, dtype: torch.dtype) -> to
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights: each storage once, int8 matrices with their scales, no computed buffers."""
+    """Bytes of all weights: each storage once, quantised matrices with their scales, no computed buffers."""
     persistent = model.state_dict(keep_vars=True).values()
     tensors: dict[int, int] = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *persistent)}
-    return sum(tensors.values()) + sum(m.nbytes for m in model.modules() if isinstance(m, Int8Linear))
+    total = sum(tensors.values()) + sum(m.nbytes for m in model.modules() if isinstance(m, Int8Linear))
+    # matrices may be shared (a tied head) or be views of a joined one
+    spans = sorted(
+        m.span for o in model.modules() if isinstance(o, GroupLinear | GroupEmbedding) for m in o.matrices
+    )
+    counted = 0
+    for first, end in spans:
+        total += max(0, end - max(first, counted))
+        counted = max(counted, end)
+    return total

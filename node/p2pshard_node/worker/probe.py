@@ -66,7 +66,7 @@ def _device(device: str, name: str, total: int, free: int, finish: Callable[[], 
         "matmul_gflops": round(gflops.get("float32", 0.0), 2),
         "gflops": {k: round(v, 2) for k, v in gflops.items()},
         "bandwidth_gbps": round(bandwidth, 2),
-        "dtypes": [*gflops, *(["int8"] if device == "cpu" else [])],
+        "dtypes": [*gflops, *(["int8", "int4"] if device == "cpu" else [])],
     }
 
 
