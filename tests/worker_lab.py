@@ -303,6 +303,7 @@ class Gateway:
         eos: Sequence[int] = (),
         deadline_s: float = 0,
         attempt: int = 1,
+        draft: int = 0,
         **sampling: Any,
     ) -> None:
         self.tokens[name] = list(output_ids)
@@ -317,6 +318,7 @@ class Gateway:
             sampling=generate_pb2.Sampling(**({"logprobs": -1} | sampling)),
             eos_ids=eos,
             deadline_s=deadline_s,
+            draft=draft,
         )
         await self._write(generate_pb2.DriverCommand(submit=submit))
 

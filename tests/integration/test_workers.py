@@ -109,6 +109,34 @@ async def test_a_pool_too_small_for_all_preempts_and_changes_no_token(
         await r.idle()
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_text_is_the_same_with_and_without_drafts(model: Path, tmp_path: Path, stages: int) -> None:
+    settings = (
+        {},
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "logprobs": 1},
+    )
+    repeating = [[*range(40, 60)] * 4, PROMPTS[3]]  # and what a greedy tiny model says repeats itself anyway
+    async with ring(model, tmp_path, lambda m, n: make_plan(m, n, stages)) as r, r.gateway() as gateway:
+
+        async def texts(draft: int) -> list[list[int]]:
+            return await asyncio.gather(
+                *(
+                    gateway.generate(f"{draft}-{i}-{k}", prompt, 60, draft=draft, **options)
+                    for i, prompt in enumerate((*repeating, *PROMPTS[:3]))
+                    for k, options in enumerate(settings)
+                )
+            )
+
+        plain = await texts(0)
+        assert (await r.workers[0].stats())["step"]["drafted"] == 0
+        for draft in (-1, 1, 4, 16):
+            assert await texts(draft) == plain
+        step = (await r.workers[0].stats())["step"]
+        assert 50 < step["accepted"] < step["drafted"]
+        await r.idle()
+
+
 async def test_sampled_text_does_not_depend_on_the_partition(model: Path, tmp_path: Path) -> None:
     texts = []
     for stages in (1, 3):

@@ -53,7 +53,9 @@ class Adder:
             if not self.head:
                 out += [(float(t), 0.0) for t in tokens[first : first + row.length]]
             elif row.output != "none":
-                out.append(np.eye(VOCAB, dtype=np.float32)[int(total) % POISON])
+                for end in range(1 if row.output == "verify" else row.length, row.length + 1):
+                    total = sum(self.slots[row.blocks[p // 4], p % 4] for p in range(row.start + end))
+                    out.append(np.eye(VOCAB, dtype=np.float32)[int(total) % POISON])
             first += row.length
         return np.array(out, np.float32).reshape(len(out), VOCAB if self.head else 2)
 
@@ -223,6 +225,24 @@ async def test_a_pool_that_is_too_small_preempts_and_changes_no_token() -> None:
             assert await call.end(name) == "length"
             assert call.tokens(name) == reference(prompt, 50)
         assert 0 < toy.driver.stats()["preempted"] <= 18
+    await toy.idle()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-9])
+async def test_drafts_change_no_token(toy: Toy, penalty: float) -> None:
+    prompts = {f"r{i}": [0, 0, 0, 45, 0, 0, 0, 45, 0, 0, 0][: 5 + i] for i in range(6)}
+    async with toy.gateway() as call:
+        for i, (name, prompt) in enumerate(prompts.items()):
+            sampling = generate_pb2.Sampling(presence_penalty=penalty)
+            call.submit(name, prompt, 40, draft=(-1, 1, 4)[i % 3], sampling=sampling)
+        for name, prompt in prompts.items():
+            assert await call.end(name) == "length"
+            assert call.tokens(name) == reference(prompt, 40)
+        for draft in (-2, 17):
+            call.submit(f"bad{draft}", [1], 2, draft=draft)
+            assert (await call.end(f"bad{draft}")).code == "invalid_request"
+    stats = toy.driver.stats()
+    assert 0 < stats["accepted"] < stats["drafted"]
     await toy.idle()
 
 

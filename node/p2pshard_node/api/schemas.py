@@ -4,7 +4,7 @@ A field that is not known is refused by name, and so is one that is known but wh
 implemented: nothing that a client asked for is dropped in silence. A field whose value says what happens
 anyway (``n: 1``, ``tools: []``, any null) is taken.
 
-Beyond OpenAI's fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``.
+Beyond OpenAI's fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``speculation``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from p2pshard.errors import InvalidRequest
+from p2pshard.speculation import MAX_DRAFT, draft_of
 from p2pshard.transport.generated import generate_pb2
 
 from .errors import from_validation, unsupported
@@ -96,6 +97,7 @@ class _Common(_Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool = False
+    speculation: Literal["off", "adaptive"] | Annotated[int, Field(ge=1, le=MAX_DRAFT)] = "off"
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     @property
@@ -124,6 +126,7 @@ class _Common(_Strict):
             max_tokens=max_tokens or 0,
             stop=stops,
             ignore_eos=self.ignore_eos,
+            draft=draft_of(self.speculation),
         )
 
 

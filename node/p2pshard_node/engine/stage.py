@@ -54,7 +54,7 @@ class Row:
     blocks: tuple[int, ...]
     """Blocks of the sequence, in order of position; they hold ``start + length`` tokens at least."""
     output: str
-    """``none``, ``sample`` or ``logits``: whether its last token's logits are wanted."""
+    """``none``, ``sample`` or ``logits``: whether its last token's logits are wanted; ``verify``: every token's."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ class StageModel:
 
         `hidden_TD`: float32 [T, D] of the stage before, None on the stage with the embedding. Returns
         float32 [T, D], or with the head float32 logits [R, V], one row for the last token of each `Row`
-        whose output is not ``none``. Raises `ProtocolError` for a step that contradicts itself or the pool,
-        `Internal` when a result is not finite.
+        whose output is not ``none``, and for each token of one that is to be verified. Raises `ProtocolError`
+        for a step that contradicts itself or the pool, `Internal` when a result is not finite.
         """
         tokens = len(batch.token_ids)
         placement = self._place(batch)
@@ -198,9 +198,7 @@ class StageModel:
             given = hidden_TD
         if not self._modules.part.head:
             return self._run(placement, given, None)
-        ends = placement.rows[:, 1] - 1
-        wanted = [row.output != "none" for row in batch.rows]
-        return self._run(placement, given, ends[wanted])
+        return self._run(placement, given, _wanted(batch.rows))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks of the pool, (from, to) each, on every layer. Raises `ProtocolError` for a block
@@ -338,3 +336,14 @@ class StageModel:
         placement = self._place(batch)
         result = self._run(placement, np.concatenate([values for _, values in rows]), None)
         return [result[first:last] for first, last, _, _ in placement.rows]
+
+
+def _wanted(rows: Sequence[Row]) -> np.ndarray:
+    """int64: the tokens of a step whose logits are wanted."""
+    columns: list[int] = []
+    end = 0
+    for row in rows:
+        end += row.length
+        if row.output != "none":
+            columns.extend(range(end - row.length if row.output == "verify" else end - 1, end))
+    return np.array(columns, dtype=np.int64)

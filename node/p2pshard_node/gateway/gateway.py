@@ -34,6 +34,7 @@ from p2pshard.errors import (
 )
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
+from p2pshard.speculation import check_draft
 from p2pshard.transport.channels import make_channel
 from p2pshard.transport.generated import control_pb2, generate_pb2
 
@@ -216,6 +217,7 @@ class Gateway:
             max_tokens=running.log.max_tokens,
             eos_ids=running.eos_ids,
             deadline_s=request.deadline_s,
+            draft=request.draft,
         )
         # No await from here on: an end that came between would find no driver to tell.
         if running.log.outcome is not None:
@@ -497,6 +499,7 @@ def _sampling(request: generate_pb2.GenerateRequest) -> SamplingParams:
 
 
 def _check(request: generate_pb2.GenerateRequest) -> None:
+    check_draft(request.draft)
     if not request.model:
         raise InvalidRequest("the request names no model", field="model")
     if request.WhichOneof("input") is None:

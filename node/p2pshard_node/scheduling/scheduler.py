@@ -16,14 +16,18 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from p2pshard.errors import ContextExceeded, Overloaded
 from p2pshard.planning.memory import MAX_LOGIT_ROWS
-from p2pshard_node.scheduling.blocks import BlockPool, Run, runs_of
+from p2pshard_node.scheduling.blocks import BlockPool, runs_of
+from p2pshard_node.scheduling.drafting import Drafter
 from p2pshard_node.scheduling.prefix import extend_keys
+from p2pshard_node.scheduling.sequence import Sequence
+from p2pshard_node.scheduling.step import Advance, Changes, Counts, Request, Step, StepRow
 
-__all__ = ["Advance", "Counts", "Request", "Scheduler", "Step", "StepRow"]
+__all__ = ["Scheduler"]
 
 MIN_GROUP = 4
 """Decode rows that share a step before another is opened for more: fewer cost about as much."""
@@ -32,97 +36,6 @@ GROWTH_BLOCKS = 4
 lost its blocks, so that this happens seldom, and never for ever."""
 WAIT_BLOCKS = 4
 """Length of a common beginning from which on a sequence waits for what another one is computing of it."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the scheduler needs to know of a sequence."""
-
-    sequence: int
-    """64 bit, never used for another request."""
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
-    """Output tokens in all, those already given included."""
-    output_ids: tuple[int, ...] = ()
-    """Already given, by an earlier attempt: computed again like a prompt, continued after."""
-    eos_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class StepRow:
-    sequence: int
-    start: int
-    token_ids: tuple[int, ...]
-    sample: bool
-    """Its last token's logits are sampled."""
-    turn: int = 0
-    """How often the sequence had lost its blocks when this row was made: a row of an earlier turn is void."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One pass through all stages. Stages execute `freed`, `shared` and `allocated` in this order."""
-
-    number: int
-    rows: tuple[StepRow, ...]
-    admitted: tuple[int, ...] = ()
-    """Sequences that run from this step on, or again."""
-    shared: tuple[tuple[int, tuple[Run, ...]], ...] = ()
-    """Blocks, complete already, that an admitted sequence begins with."""
-    allocated: tuple[tuple[int, tuple[Run, ...]], ...] = ()
-    """Blocks appended to what a sequence has."""
-    freed: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
-
-
-@dataclass(frozen=True)
-class Advance:
-    """One sampled token taken into its sequence."""
-
-    sequence: int
-    index: int
-    """Output index."""
-    token: int
-    finished: str
-    """``stop``, ``length`` or empty."""
-
-
-@dataclass(eq=False)
-class _Sequence:
-    request: Request
-    arrival: int
-    ids: list[int]
-    """Prompt and output."""
-    turn: int = 0
-    sent: int = 0
-    """Tokens of `ids` that a step holds or held."""
-    done: int = 0
-    """Those of steps that have returned: every stage has their keys and values."""
-    keys: list[bytes] = field(default_factory=list)
-    """Of the first full blocks of `ids`, as far as they were needed."""
-
-    @property
-    def number(self) -> int:
-        return self.request.sequence
-
-    @property
-    def outputs(self) -> int:
-        return len(self.ids) - len(self.request.prompt_ids)
-
-
-@dataclass
-class Counts:
-    """Since the scheduler began."""
-
-    admitted_tokens: int = 0
-    """Tokens of sequences when they were admitted, again each time they were."""
-    hit_tokens: int = 0
-    """Those of them that were there already."""
-    preempted: int = 0
-    """Times that a sequence lost its blocks."""
 
 
 class Scheduler:
@@ -154,12 +67,12 @@ class Scheduler:
         self._max_samples = max_samples
         self._root = root
         self._arrivals = 0
-        self._waiting: list[_Sequence] = []
+        self._waiting: list[Sequence] = []
         """In order of arrival."""
-        self._running: dict[int, _Sequence] = {}
-        self._prefill: deque[_Sequence] = deque()
+        self._running: dict[int, Sequence] = {}
+        self._prefill: deque[Sequence] = deque()
         """Running sequences with ids beyond the next decode token still to send, oldest first."""
-        self._ready: deque[_Sequence] = deque()
+        self._ready: deque[Sequence] = deque()
         """Running sequences whose next token may be computed, longest waiting first."""
         self._filling: dict[bytes, int] = {}
         """Keys of blocks that a running sequence will complete while it reads its prompt."""
@@ -170,7 +83,7 @@ class Scheduler:
         self._number = 0
         self._prefilled = False
         """Whether the last step held a chunk of a prompt; with a budget of one token they alternate."""
-        self._next = _Changes()
+        self._next = Changes()
 
     # -- what is there --------------------------------------------------------------------------
     @property
@@ -223,7 +136,9 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting already; try again shortly", retry_after_s=1.0
             )
         self._arrivals += 1
-        self._waiting.append(_Sequence(request, self._arrivals, [*request.prompt_ids, *request.output_ids]))
+        state = Sequence(request, self._arrivals, [*request.prompt_ids, *request.output_ids])
+        state.drafter = Drafter(request.draft) if request.draft else None
+        self._waiting.append(state)
 
     def cancel(self, sequence: int) -> bool:
         """End a sequence now; its rows under way are ignored when they return. False when it is not here."""
@@ -235,7 +150,7 @@ class Scheduler:
         self._waiting = [s for s in self._waiting if s.number != sequence]
         return len(self._waiting) < before
 
-    def _stop(self, state: _Sequence) -> None:
+    def _stop(self, state: Sequence) -> None:
         """It runs no longer; its blocks are there for others from the next step on."""
         del self._running[state.number]
         for queue in (self._prefill, self._ready):
@@ -247,7 +162,7 @@ class Scheduler:
         self.blocks.free(state.number)
         self._freed.append(state.number)
 
-    def _preempt(self, state: _Sequence) -> None:
+    def _preempt(self, state: Sequence) -> None:
         """Take the blocks of a sequence; it waits, in its old place, to be computed again."""
         assert state.number not in self._next.admitted, "admitted without room to grow"
         self._stop(state)
@@ -263,11 +178,12 @@ class Scheduler:
         """
         if len(self._flight) >= self.window:
             return None
-        self._next = _Changes()
+        self._next = Changes()
         # A prompt always gets on: one token of the budget is kept for it, or every second step.
         reading = (bool(self._prefill) or self._admit()) and (self._chunk > 1 or not self._prefilled)
         decodes = self._decode_rows(keep=int(reading))
-        rows = (*decodes, *self._prefill_rows(self._chunk - len(decodes), self._max_samples - len(decodes)))
+        used = sum(len(row.token_ids) for row in decodes)
+        rows = (*decodes, *self._prefill_rows(self._chunk - used, self._max_samples - used))
         freed, self._freed = tuple(self._freed), []
         if not rows and not freed:
             return None
@@ -278,7 +194,7 @@ class Scheduler:
             rows,
             tuple(changes.admitted),
             tuple(changes.shared),
-            tuple(changes.allocated),
+            tuple(changes.allocated.items()),
             freed,
         )
         self._flight[step.number] = step
@@ -296,14 +212,35 @@ class Scheduler:
             self._chunk - keep, self._max_samples - keep, math.ceil(decoding / groups), len(self._ready)
         )
         chosen = [self._ready.popleft() for _ in range(group)]
-        rows = []
+        fed = []
         # The oldest first: whoever has to make room for it is younger, hence not yet in the step.
         for state in sorted(chosen, key=lambda s: s.arrival):
             if state.number in self._running and self._grow(state, state.sent + 1):
-                rows.append(self._row(state, 1))
+                fed.append(state)
+        rows = []
+        spare = min(self._chunk, self._max_samples) - keep - len(fed)
+        for index, state in enumerate(fed):
+            draft = self._draft(state, spare // (len(fed) - index))
+            spare -= len(draft)
+            row = self._row(state, 1)
+            rows.append(replace(row, token_ids=row.token_ids + draft, drafted=len(draft)) if draft else row)
         return tuple(rows)
 
-    def _grow(self, state: _Sequence, positions: int) -> bool:
+    def _draft(self, state: Sequence, most: int) -> tuple[int, ...]:
+        """Tokens that may follow, as far as budget, answer, context and free blocks go."""
+        if state.drafter is None:
+            return ()
+        most = min(most, state.request.max_tokens - state.outputs - 1, self._context - len(state.ids))
+        draft = state.drafter.draft(state.ids, most) if most > 0 else ()
+        missing = self._blocks_for(state.sent + 1 + len(draft)) - len(self.blocks.blocks(state.number))
+        if missing <= 0:
+            return draft
+        if self.blocks.available - missing < len(self._running):  # a guess takes no block that one may need
+            return draft[: len(self.blocks.blocks(state.number)) * self._block_size - state.sent - 1]
+        self._grow(state, state.sent + 1 + len(draft))
+        return draft
+
+    def _grow(self, state: Sequence, positions: int) -> bool:
         """Give a sequence blocks for so many positions; False when it had to give up its own."""
         missing = self._blocks_for(positions) - len(self.blocks.blocks(state.number))
         if missing <= 0:
@@ -313,7 +250,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is state:
                 return False
-        self._next.allocated.append((state.number, runs))
+        self._next.allocate(state.number, runs)
         return True
 
     def _prefill_rows(self, budget: int, samples: int) -> tuple[StepRow, ...]:
@@ -329,7 +266,7 @@ class Scheduler:
         self._prefilled = bool(rows)
         return tuple(rows)
 
-    def _row(self, state: _Sequence, length: int) -> StepRow:
+    def _row(self, state: Sequence, length: int) -> StepRow:
         start, state.sent = state.sent, state.sent + length
         ids = tuple(state.ids[start : state.sent])
         return StepRow(state.number, start, ids, sample=state.sent == len(state.ids), turn=state.turn)
@@ -355,7 +292,7 @@ class Scheduler:
             return True
         return False
 
-    def _filled_soon(self, state: _Sequence, hits: int) -> int:
+    def _filled_soon(self, state: Sequence, hits: int) -> int:
         """Blocks after those there are that are being computed for another sequence."""
         count = 0
         for key in state.keys[hits : (len(state.ids) - 1) // self._block_size]:
@@ -364,7 +301,7 @@ class Scheduler:
             count += 1
         return count
 
-    def _fits(self, state: _Sequence, hits: tuple[int, ...]) -> bool:
+    def _fits(self, state: Sequence, hits: tuple[int, ...]) -> bool:
         """Whether there are blocks for its tokens, and some for all that run to grow into."""
         if not self._running:
             return True  # all blocks are available, and `add` has seen to it that they are enough
@@ -375,14 +312,14 @@ class Scheduler:
         new = self._blocks_for(len(state.ids)) - len(hits)
         return new + growth <= self.blocks.available - self.blocks.idle(hits)
 
-    def _begin(self, state: _Sequence, hits: tuple[int, ...]) -> None:
+    def _begin(self, state: Sequence, hits: tuple[int, ...]) -> None:
         number = state.number
         if hits:
             self.blocks.share(number, hits)
             self._next.shared.append((number, runs_of(hits)))
         runs = self.blocks.extend(number, self._blocks_for(len(state.ids)) - len(hits))
         assert runs is not None, "admitted without room"
-        self._next.allocated.append((number, runs))
+        self._next.allocate(number, runs)
         self._next.admitted.append(number)
         state.sent = state.done = len(hits) * self._block_size
         for key in state.keys[len(hits) :]:
@@ -394,25 +331,37 @@ class Scheduler:
 
     # -- returns --------------------------------------------------------------------------------
     def complete(
-        self, number: int, tokens: Mapping[int, int], failed: Collection[int] = ()
+        self, number: int, tokens: Mapping[int, Items[int]], failed: Collection[int] = ()
     ) -> tuple[Advance, ...]:
-        """Take a returned step's sampled tokens ({sequence: id}). Raises `KeyError` for a step not under way.
+        """Take a returned step's sampled tokens by sequence: one, and for each that was drafted right one more.
 
-        A sequence of `failed`, which a stage could not compute, is left as it is: cancel it.
+        A sequence of `failed`, which a stage could not compute, is left as it is: cancel it. Raises `KeyError`
+        for a step not under way.
         """
         step = self._flight.pop(number)
         self._decode_steps.discard(number)
-        advances = []
+        advances: list[Advance] = []
         for row in step.rows:
             state = self._running.get(row.sequence)
             if state is None or state.turn != row.turn or row.sequence in failed:
                 continue
-            self._done(state, row.start + len(row.token_ids))
-            if row.sample and row.sequence in tokens:
-                advances.append(self._advance(state, tokens[row.sequence]))
+            given = tokens.get(row.sequence, ())[: row.drafted + 1] if row.sample else ()
+            right = max(0, len(given) - 1)
+            state.sent = max(state.sent, row.start + len(row.token_ids) - row.drafted + right)
+            taken = state.take(given, self._context)
+            self._done(state, min(row.start + len(row.token_ids) - row.drafted + right, len(state.ids)))
+            if state.drafter is not None:
+                state.drafter.judge(row.drafted, right, len(state.ids))
+                self.counts.drafted += row.drafted
+                self.counts.accepted += right
+            if taken and taken[-1].finished:
+                self._stop(state)
+            elif taken:
+                self._ready.append(state)
+            advances += taken
         return tuple(advances)
 
-    def _done(self, state: _Sequence, positions: int) -> None:
+    def _done(self, state: Sequence, positions: int) -> None:
         """Every stage has keys and values of so many: blocks that are full now can be found by others."""
         first, end = state.done // self._block_size, positions // self._block_size
         extend_keys(state.keys, state.ids, self._block_size, end, self._root)
@@ -422,30 +371,3 @@ class Scheduler:
             if self._filling.get(key) == state.number:
                 del self._filling[key]
         state.done = positions
-
-    def _advance(self, state: _Sequence, token: int) -> Advance:
-        request = state.request
-        state.ids.append(token)
-        finished = ""
-        if token in request.eos_ids:
-            finished = "stop"
-        elif state.outputs >= request.max_tokens or len(state.ids) > self._context:
-            finished = "length"
-        if finished:
-            self._stop(state)
-        else:
-            self._ready.append(state)
-        return Advance(request.sequence, state.outputs - 1, token, finished)
-
-
-@dataclass
-class _Changes:
-    """Of the block table, by the step that is being made."""
-
-    admitted: list[int] = field(default_factory=list)
-    shared: list[tuple[int, tuple[Run, ...]]] = field(default_factory=list)
-    allocated: list[tuple[int, tuple[Run, ...]]] = field(default_factory=list)
-
-    def room_for(self, hits: tuple[int, ...], most: int) -> bool:
-        """A frame names at most so many shared runs as there are blocks."""
-        return sum(len(runs) for _, runs in self.shared) + len(runs_of(hits)) <= most

@@ -29,11 +29,13 @@ from p2pshard.errors import (
 )
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
+from p2pshard.speculation import check_draft
 from p2pshard.transport.channels import EOF, abort_with
 from p2pshard.transport.frames import Admitted, Deltas, Frame, RowHeader, SampledToken
 from p2pshard.transport.generated import generate_pb2, plan_pb2
 from p2pshard_node.scheduling.prefix import root_key
-from p2pshard_node.scheduling.scheduler import Request, Scheduler, Step
+from p2pshard_node.scheduling.scheduler import Scheduler
+from p2pshard_node.scheduling.step import Request, Step, StepRow
 from p2pshard_node.worker.outbox import Outbox
 from p2pshard_node.worker.pace import Pace
 from p2pshard_node.worker.trace import Trip, TripWindow
@@ -164,10 +166,7 @@ class Driver:
             "step",
             self._plan.epoch,
             step.number,
-            rows=tuple(
-                RowHeader(r.sequence, r.start, len(r.token_ids), "sample" if r.sample else "none")
-                for r in step.rows
-            ),
+            rows=tuple(RowHeader(r.sequence, r.start, len(r.token_ids), _output(r)) for r in step.rows),
             token_ids_T=np.array(ids, np.int32),
             deltas=Deltas(free=step.freed, share=step.shared, allocate=step.allocated),
             admitted=tuple(Admitted(a.sequence, a.prompt_length, a.sampling) for a in admitted),
@@ -179,13 +178,15 @@ class Driver:
         if flight is None:
             raise ProtocolError(f"tokens of step {frame.step}, which is not under way")
         self._account(flight, frame)
-        tokens = {t.sequence: t for t in frame.tokens}
-        ids, failed = {s: t.id for s, t in tokens.items()}, {s for s, _ in frame.failed}
-        for advance in self._scheduler.complete(frame.step, ids, failed):
+        tokens: dict[int, list[SampledToken]] = {}
+        for token in frame.tokens:
+            tokens.setdefault(token.sequence, []).append(token)
+        ids = {sequence: [t.id for t in found] for sequence, found in tokens.items()}
+        for advance in self._scheduler.complete(frame.step, ids, {s for s, _ in frame.failed}):
             running = self._sequences.get(advance.sequence)
             if running is None:
                 continue
-            self._give(running, advance.index, tokens[advance.sequence])
+            self._give(running, advance.index, tokens[advance.sequence].pop(0))
             if advance.finished:
                 self._finish(running, advance.finished)
         for sequence, error in frame.failed:
@@ -380,6 +381,7 @@ class Driver:
                 submit.max_tokens,
                 given,
                 frozenset(submit.eos_ids),
+                submit.draft,
             )
         )
         self._sequences[running.sequence] = self._requests[submit.request] = running
@@ -394,6 +396,7 @@ class Driver:
             raise InvalidRequest(
                 "a request needs an id, a prompt of at least one token and max_tokens of at least 1"
             )
+        check_draft(submit.draft)
         if prompt >= self._plan.context:
             raise ContextExceeded(
                 f"the prompt has {prompt} tokens, the context of {self._plan.model} holds "
@@ -409,3 +412,10 @@ class Driver:
         running = self._requests.get(cancel.request)
         if running is not None and running.gateway is gateway and running.attempt <= cancel.attempt:
             self._finish(running, "cancelled")
+
+
+def _output(row: StepRow) -> str:
+    """What the last stage is to do with a row's logits."""
+    if not row.sample:
+        return "none"
+    return "verify" if row.drafted else "sample"

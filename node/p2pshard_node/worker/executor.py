@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -48,6 +48,24 @@ class _Computed:
     """float32 [T, D], or on the last stage logits [R, V]; the rows' parts one after another."""
     parts: dict[int, slice]
     """By sequence, in the order of the rows."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One sequence to sample in a step."""
+
+    admitted: Admitted
+    first: int
+    """Row of its first logits."""
+    length: int
+    """Tokens of the sequence before the first one that is sampled."""
+    draft: list[int]
+    found: list[Sampled | P2PShardError] = field(default_factory=list)
+
+    def goes_on(self, step: int) -> bool:
+        """Whether the token just found, after `step` others, is the drafted one, so that what follows it counts."""
+        got = self.found[-1]
+        return step < len(self.draft) and isinstance(got, Sampled) and got.id == self.draft[step]
 
 
 _NOTHING = _Computed(np.empty((0, 0), np.float32), {})
@@ -171,7 +189,7 @@ class StageExecutor:
         out = self._engine.forward(batch, hidden_TD)
         parts, first = {}, 0
         for row in rows:
-            length = (row.output != "none") if self._head else row.length
+            length = row.length if not self._head or row.output == "verify" else int(row.output != "none")
             parts[row.sequence] = slice(first, first + length)
             first += length
         return _Computed(out, parts)
@@ -196,29 +214,44 @@ class StageExecutor:
     def _sample(
         self, frame: Frame, computed: _Computed, failed: dict[int, P2PShardError]
     ) -> tuple[SampledToken, ...]:
-        wanted: list[RowHeader] = []
-        draws: list[Draw] = []
+        """A token for each row that is sampled; for one with a draft also the next ones, while it is right.
+
+        Each token has its own random number, keyed by its index: what is drawn does not depend on the draft.
+        """
+        assert frame.token_ids_T is not None
+        wanted: list[_Wanted] = []
+        first = 0
         for row in frame.rows:
-            if row.sequence not in computed.parts or row.output == "none":
+            ids, first = frame.token_ids_T[first : first + row.length], first + row.length
+            part = computed.parts.get(row.sequence)
+            if part is None or row.output == "none":
                 continue
             admitted = self._admitted.get(row.sequence)
             if admitted is None:
                 error = ProtocolError("it was never said how to sample from it")
                 failed[row.sequence] = compute_failed(self._plan, self._index, error)
                 continue
-            wanted.append(row)
-            draws.append(self._draw(admitted, row.start + row.length))
-        if not wanted:
-            return ()
-        where = [computed.parts[row.sequence].start for row in wanted]
-        logits_RV = computed.out if len(where) == len(computed.out) else computed.out[where]
+            draft = ids[1:].tolist() if row.output == "verify" else []
+            wanted.append(_Wanted(admitted, part.start, row.start + row.length - len(draft), draft))
+        open_ = wanted
+        for step in range(1 + max((len(w.draft) for w in wanted), default=-1)):
+            where = [w.first + step for w in open_]
+            logits_RV = computed.out if len(where) == len(computed.out) else computed.out[where]
+            draws = [self._draw(w.admitted, w.length + step) for w in open_]
+            for w, got in zip(open_, self._sampler(logits_RV, draws), strict=True):
+                w.found.append(got)
+            open_ = [w for w in open_ if w.goes_on(step)]
+            if not open_:
+                break
         tokens = []
-        for row, got in zip(wanted, self._sampler(logits_RV, draws), strict=True):
-            if isinstance(got, P2PShardError):
-                failed[row.sequence] = compute_failed(self._plan, self._index, got)
-                continue
-            top = tuple((i, max(p, _LEAST)) for i, p in got.top)
-            tokens.append(SampledToken(row.sequence, got.id, max(got.logprob, _LEAST), top))
+        for w in wanted:
+            sequence = w.admitted.sequence
+            for got in w.found:
+                if isinstance(got, P2PShardError):
+                    failed[sequence] = compute_failed(self._plan, self._index, got)
+                    break
+                top = tuple((i, max(p, _LEAST)) for i, p in got.top)
+                tokens.append(SampledToken(sequence, got.id, max(got.logprob, _LEAST), top))
         return tuple(tokens)
 
     def _draw(self, admitted: Admitted, length: int) -> Draw:

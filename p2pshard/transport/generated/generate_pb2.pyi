@@ -134,12 +134,15 @@ class Submit(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     EOS_IDS_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     attempt: _builtins.int
     max_tokens: _builtins.int
     """in all, output_ids included"""
     deadline_s: _builtins.float
     """time left as a duration; 0: none"""
+    draft: _builtins.int
+    """tokens guessed from the text at a time; 0: none; -1: as many as prove right"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -161,10 +164,11 @@ class Submit(_message.Message):
         max_tokens: _builtins.int = ...,
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
         deadline_s: _builtins.float = ...,
+        draft: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request", b"request", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "draft", b"draft", "eos_ids", b"eos_ids", "max_tokens", b"max_tokens", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request", b"request", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,6 +420,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     """plain text, no template"""
@@ -424,6 +429,8 @@ class GenerateRequest(_message.Message):
     """0: the gateway's default"""
     deadline_s: _builtins.float
     ignore_eos: _builtins.bool
+    draft: _builtins.int
+    """as in Submit"""
     @_builtins.property
     def prompt_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -449,10 +456,11 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         deadline_s: _builtins.float = ...,
         ignore_eos: _builtins.bool = ...,
+        draft: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_s", b"deadline_s", "has_seed", b"has_seed", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_s", b"deadline_s", "draft", b"draft", "has_seed", b"has_seed", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
