@@ -83,7 +83,7 @@ class Contender(ABC):
             self.commands.append(line)
 
 
-def _context(tokens: int) -> int:
+def context_for(tokens: int) -> int:
     """Room for so many tokens, in the steps of 256 that llama.cpp allocates."""
     return -(-tokens // 256) * 256
 
@@ -117,10 +117,10 @@ class LlamaCpp(Contender):
         ]
         shape = ["-npp", str(load.prompt), "-ntg", str(load.tokens), "-npl", ",".join(map(str, load.streams))]
         # Each sequence has its own part of the context.
-        context = str(most * _context(load.prompt + load.tokens))
+        context = str(most * context_for(load.prompt + load.tokens))
         rows = json_lines(self.execute([*common, "-c", context, *shape]))
         shape = ["-npp", str(load.prefill), "-ntg", "2", "-npl", "1"]
-        context = str(_context(load.prefill + 2))
+        context = str(context_for(load.prefill + 2))
         (prefill,) = json_lines(self.execute([*common, "-c", context, *shape]))
         return Rates({row["pl"]: row["speed_tg"] for row in rows}, prefill["speed_pp"])
 
@@ -202,7 +202,7 @@ class Ours(Contender):
         )
         for node, core in zip(cluster.nodes, self.cores, strict=True):
             node.core = core
-        context = _context(max(load.prompt + load.tokens, load.prefill + 2))
+        context = context_for(max(load.prompt + load.tokens, load.prefill + 2))
         with cluster:
             cluster.wait_measured()
             bench = [

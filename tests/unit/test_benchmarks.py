@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
 import stat
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import growth
+import interference
 import report
 from chart import Panel, draw
 from contenders import LlamaCpp, LlamaCppRpc, Load, available_cores
@@ -140,3 +145,45 @@ def test_the_chart_draws_every_figure_to_scale() -> None:
     for bar in bars:
         assert 0 <= float(bar.get("x", -1)) <= width - 24
         assert float(bar.get("y", -1)) + float(bar.get("height", 0)) <= height
+
+
+# -- growth and interference ----------------------------------------------------------------------
+def test_growth_asks_bench_for_one_deployment_and_reads_it() -> None:
+    asked: list[list[str]] = []
+    stage = {"busy": 0.75}
+    figures = {
+        "streams": 1,
+        "tokens_per_second": 9.0,
+        "prefill_tokens_per_second": 90.0,
+        "ttft_ms": {"median": 5.0},
+        "inter_token_ms": {"median": 1.0, "p95": 2.0},
+        "edges": [{"bytes_per_token": 2400.0}],
+        "trace": {"decode": {"stages": [stage, stage], "hop_overhead_ms": {"median": 0.4}}},
+    }
+
+    def run(argv: list[str]) -> str:
+        asked.append(argv)
+        return json.dumps({"plan": {"dtype": "int8"}, "results": [figures, figures | {"trace": None}]}) + "\n"
+
+    options = argparse.Namespace(model=Path("m.gguf"), rounds=2, dtype="auto", tokens=64)
+    rows = list(growth.bench(options, run, nodes=2, streams=(1, 8), prompt=64, room=2000))
+    (argv,) = asked
+    flags = dict(itertools.pairwise(argv))
+    assert flags["--context"] == "2304" and int(flags["--context"]) % 256 == 0
+    assert (flags["--concurrency"], flags["--streams"], flags["--prompt"]) == ("8", "1,8", "64")
+    assert [r["busy"] for r in rows] == [[0.75, 0.75], None]
+    assert rows[0]["hop_overhead_ms"] == 0.4 and rows[1]["bytes_per_token"] == [2400.0]
+
+
+def test_interference_counts_the_gap_that_a_prompt_begins_in() -> None:
+    times = [0.0, 0.1, 0.2, 0.9, 1.0, 1.1]  # a token is 600 ms late while a prompt runs from 0.25 to 0.95
+    got = interference.outcome(times, 0.25, 0.95, prompt=700, alone=2000.0)
+    assert got.quiet_p99_ms == pytest.approx(100)
+    assert got.disturbed_p99_ms == pytest.approx(700)
+    assert got.shared_prefill == pytest.approx(1000)
+    assert got.disturbed_tokens_per_second == pytest.approx(1 / 0.7)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 1), (99, 99), (100, 99), (200, 198)])
+def test_p99_is_by_nearest_rank(count: int, expected: float) -> None:
+    assert interference.p99([float(i) for i in range(count, 0, -1)]) == expected
