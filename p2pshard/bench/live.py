@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from p2pshard.bench.figures import Figures, Timeline
 from p2pshard.bench.prompts import SAMPLE, draw_prompts
-from p2pshard.client import AsyncClient
+from p2pshard.client import AsyncClient, GenerateOptions
 from p2pshard.errors import ContextExceeded, Internal, InvalidRequest
 from p2pshard.planning.plan import Plan
 from p2pshard.trace import Trace
@@ -42,6 +42,7 @@ async def measure(
     tokens: int,
     rounds: int,
     shared_prefix: bool = False,
+    speculation: str | int = "off",
 ) -> AsyncIterator[Measured]:
     """Measure a deployed model with each number of streams in turn.
 
@@ -50,6 +51,7 @@ async def measure(
         prompt_tokens: exact length of every prompt, at least 1.
         tokens: given to every prompt, end of text or not; at least 2.
         shared_prefix: prompts differ in their last tokens only, rather than from the first on.
+        speculation: of every request, see `GenerateOptions`.
 
     Raises:
         ContextExceeded, InvalidRequest: the deployment has no room for such requests.
@@ -62,8 +64,9 @@ async def measure(
         await asyncio.sleep(_PAUSE_S)
         before = await _trace(client, model)
         prompts = draw_prompts(known, count * rounds, prompt_tokens, rng, shared_prefix=shared_prefix)
+        options = GenerateOptions(max_tokens=tokens, temperature=0, ignore_eos=True, speculation=speculation)
         timelines = [
-            await _round(client, model, prompts[i * count : (i + 1) * count], tokens) for i in range(rounds)
+            await _round(client, model, prompts[i * count : (i + 1) * count], options) for i in range(rounds)
         ]
         trace = await _finished_trace(client, model, before.spell if before else 0)
         if trace is not None and any(
@@ -97,10 +100,10 @@ async def _token_ids(client: AsyncClient, model: str, context: int) -> tuple[int
 
 
 async def _round(
-    client: AsyncClient, model: str, prompts: Sequence[Sequence[int]], tokens: int
+    client: AsyncClient, model: str, prompts: Sequence[Sequence[int]], options: GenerateOptions
 ) -> list[Timeline]:
     """All prompts at once; when one fails, the others are cancelled."""
-    tasks = [asyncio.create_task(_request(client, model, p, tokens)) for p in prompts]
+    tasks = [asyncio.create_task(_request(client, model, p, options)) for p in prompts]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -109,15 +112,17 @@ async def _round(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _request(client: AsyncClient, model: str, prompt: Sequence[int], tokens: int) -> Timeline:
+async def _request(
+    client: AsyncClient, model: str, prompt: Sequence[int], options: GenerateOptions
+) -> Timeline:
     times: list[float] = []
     began = time.perf_counter()
-    stream = client.generate(model, prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
+    stream = client.generate(model, prompt, **options)
     async for delta in stream:
         times += [time.perf_counter()] * len(delta.tokens)
-    if len(times) != tokens:
+    if len(times) != options["max_tokens"]:
         reason = (await stream.result()).finish_reason
-        raise Internal(f"a request for {tokens} tokens ended with {len(times)} ({reason})")
+        raise Internal(f"a request for {options['max_tokens']} tokens ended with {len(times)} ({reason})")
     return Timeline(began, tuple(times))
 
 

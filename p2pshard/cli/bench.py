@@ -16,6 +16,7 @@ from p2pshard.cli.progress import DeployDisplay
 from p2pshard.client import AsyncClient, PlanOptions
 from p2pshard.errors import NotReady
 from p2pshard.planning.plan import Plan
+from p2pshard.speculation import draft_of
 
 __all__ = ["Counts", "command"]
 
@@ -68,6 +69,13 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
     is_flag=True,
     help="Let prompts differ in their last tokens only. Default: they differ from the first on.",
 )
+@click.option(
+    "--speculation",
+    default="off",
+    show_default=True,
+    metavar="off|adaptive|N",
+    help="Tokens to guess from the text at a time.",
+)
 @plan_flags
 @node_flag
 @json_flag
@@ -78,6 +86,7 @@ def command(
     tokens: int,
     rounds: int,
     shared_prefix: bool,
+    speculation: str,
     nodes_at: tuple[str, ...],
     as_json: bool,
     **flags: Any,
@@ -87,21 +96,15 @@ def command(
     MODEL is a name, a directory or a .gguf file. Times are those of this client; where a step spends its time is
     what the cluster's own trace says. Requests of others at the same time are in both.
     """
-    asyncio.run(
-        _bench(
-            model,
-            nodes_at,
-            plan_options(**flags),
-            streams,
-            {
-                "prompt_tokens": prompt_tokens,
-                "tokens": tokens,
-                "rounds": rounds,
-                "shared_prefix": shared_prefix,
-            },
-            as_json,
-        )
-    )
+    load: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "tokens": tokens,
+        "rounds": rounds,
+        "shared_prefix": shared_prefix,
+        "speculation": int(speculation) if speculation.isdecimal() else speculation,
+    }
+    draft_of(load["speculation"])  # wrong usage before anything is deployed
+    asyncio.run(_bench(model, nodes_at, plan_options(**flags), streams, load, as_json))
 
 
 async def _bench(

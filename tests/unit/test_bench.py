@@ -179,6 +179,17 @@ def test_requests_are_exactly_as_asked(cli: Any, node: FakeNode) -> None:
     requests = [r for r in node.asked if hasattr(r, "max_tokens") and r.max_tokens == 8]
     assert len(requests) == 2 * (1 + 3)
     assert all(r.ignore_eos and len(r.prompt_ids.ids) == 5 and not r.sampling.temperature for r in requests)
+    assert not any(r.draft for r in requests)
+
+
+def test_speculation_is_passed_on(cli: Any, node: FakeNode) -> None:
+    code, out, err = cli("--streams", "1", "--tokens", "8", "--rounds", "1", "--speculation", "4", "--json")
+    assert code == 0, err
+    assert json.loads(out)["speculation"] == 4
+    assert [r.draft for r in node.asked if getattr(r, "max_tokens", 0) == 8] == [4]
+    for wrong in ("99", "always"):
+        code, _, err = cli("--speculation", wrong)
+        assert code == 2 and wrong in err
 
 
 def test_tables_show_each_stage(cli: Any, node: FakeNode) -> None:
