@@ -123,13 +123,20 @@ async def test_every_setting_reaches_the_driver(api: Api) -> None:
         frequency_penalty=-0.5,
         seed=-1,
         user="someone",
-        extra_body={"top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5, "ignore_eos": True},
+        extra_body={
+            "top_k": 7,
+            "min_p": 0.125,
+            "repetition_penalty": 1.5,
+            "ignore_eos": True,
+            "speculation": "adaptive",
+        },
     )
     (submit,) = api.driver.submits
     s = submit.sampling
     assert (s.temperature, s.top_p, s.top_k, s.min_p) == (1.0, 0.5, 7, 0.125)
     assert (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) == (1.5, 0.25, -0.5)
     assert (s.seed, submit.max_tokens, list(submit.eos_ids)) == (2**64 - 1, 4, [])
+    assert submit.draft == -1
 
 
 async def test_chat_logprobs(api: Api) -> None:

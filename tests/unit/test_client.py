@@ -69,8 +69,10 @@ def test_the_request_says_what_was_asked(client: Client, node: FakeNode) -> None
     assert (asked.max_tokens, asked.sampling.temperature, asked.sampling.top_k) == (9, 0.5, 3)
     assert asked.has_seed  # seed 0 is a seed
     assert (list(asked.stop), asked.sampling.logprobs, asked.sampling.top_p) == (["END"], 2, 1.0)
-    client.generate("tiny", "").result()
+    client.generate("tiny", "", speculation="adaptive", ignore_eos=True).result()
     assert (node.asked[-1].WhichOneof("input"), node.asked[-1].has_seed) == ("prompt", False)
+    assert (asked.draft, asked.ignore_eos) == (0, False)
+    assert (node.asked[-1].draft, node.asked[-1].ignore_eos) == (-1, True)
     client.chat("tiny", [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]).result()
     assert [(m.role, m.content) for m in node.asked[-1].chat.messages] == [("system", "s"), ("user", "u")]
 
@@ -78,7 +80,7 @@ def test_the_request_says_what_was_asked(client: Client, node: FakeNode) -> None
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"max_tokens": 0}, "max_tokens"),
-     ({"deadline_s": -1}, "deadline_s"), ({"seed": 2**64}, "seed")],
+     ({"deadline_s": -1}, "deadline_s"), ({"seed": 2**64}, "seed"), ({"speculation": 17}, "speculation")],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_before_anything_is_sent(
     client: Client, node: FakeNode, options, field

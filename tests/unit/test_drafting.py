@@ -51,7 +51,7 @@ def test_right_drafts_grow_and_wrong_ones_shrink() -> None:
         draft = drafter.draft(ids, 99)
         lengths.append(len(draft))
         drafter.judge(len(draft), len(draft), len(ids))
-    assert lengths == [4, 8, 16, 16]
+    assert lengths == [2, 4, 8, 16]
     drafter.judge(16, 2, len(ids))
     assert len(drafter.draft(ids, 99)) == 3
 

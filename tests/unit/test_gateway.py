@@ -131,6 +131,14 @@ async def test_eos_ends_the_text_and_is_the_last_token(bench: Bench) -> None:
     assert list(bench.driver.submits[1].eos_ids) == []
 
 
+async def test_a_draft_reaches_the_driver_and_an_impossible_one_nobody(bench: Bench) -> None:
+    await collect(bench.gateway, ask(draft=-1))
+    assert bench.driver.submits[0].draft == -1
+    with pytest.raises(InvalidRequest, match="speculation"):
+        await collect(bench.gateway, ask(draft=17))
+    assert len(bench.driver.submits) == 1
+
+
 async def test_a_stop_string_over_token_borders_ends_the_request_on_the_driver_too(bench: Bench) -> None:
     bench.driver.next_token, bench.driver.delay_s = spells("one two STOP three" * 9), 0.001
     answer = await collect(bench.gateway, ask(max_tokens=100, stop=["STOP", "never"]))

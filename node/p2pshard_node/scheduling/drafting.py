@@ -14,7 +14,7 @@ from p2pshard.speculation import ADAPTIVE, MAX_DRAFT
 __all__ = ["Drafter"]
 
 _GRAM = 3
-_FIRST = 4
+_FIRST = 2
 _MOST_REST = 256
 
 
