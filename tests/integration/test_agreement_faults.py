@@ -126,10 +126,8 @@ def agreement(tmp_path: Path) -> Iterator[Agreement]:
         coordinator = next(n for n in cluster.nodes if n.name == name)
         members = [n for n in cluster.nodes if n is not coordinator]
         found = Agreement(cluster, coordinator, members, (1, status["coordinator"]))
-        until(
-            lambda: all((n.data_dir / "probe.json").exists() and len(found.warm(n)) == 1 for n in members),
-            90, found.describe,
-        )  # fmt: skip
+        cluster.wait_measured()
+        until(lambda: all(len(found.warm(n)) == 1 for n in members), 30, found.describe)
         yield found
 
 

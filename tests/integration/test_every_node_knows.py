@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     shutil.copytree(folder / "twin", second.models / "twin")
     write_tiny_llama(third.models / "twin", seed=2)
     with cluster:
-        until(lambda: all((n.data_dir / "probe.json").exists() for n in cluster.nodes), 90, "all have probed")
+        cluster.wait_measured()
         yield cluster
 
 

@@ -1,26 +1,14 @@
-"""The lab's fixtures, and where the real models are."""
+"""The lab's fixtures."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import platformdirs
 import pytest
 
 from tests.lan.lab import Lab, unavailable
-
-
-def models_dir() -> Path:
-    return Path(os.environ.get("P2PSHARD_MODELS_DIR") or platformdirs.user_data_path("p2pshard") / "models")
-
-
-def model_file(name: str) -> Path:
-    path = models_dir() / f"{name}.gguf"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not in the models directory: p2pshard pull {name}")
-    return path
+from tests.published import model_file, models_dir
 
 
 @pytest.fixture

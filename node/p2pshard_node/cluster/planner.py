@@ -23,6 +23,8 @@ __all__ = ["Planner", "meant_now"]
 
 MEASURE_S = 20.0
 """How long a plan waits for members that have not measured themselves yet."""
+FIRST_S = 90.0
+"""The same while no member has: a worker's first start imports and compiles for long on a slow machine."""
 
 
 class Planner:
@@ -60,16 +62,16 @@ class Planner:
 
     async def _measured(self, deployment: str) -> list[NodeBudget]:
         """Budgets, once all members that answer have measured themselves (one that has just started still is at it)."""
-        deadline = time.monotonic() + MEASURE_S
-        while time.monotonic() < deadline:
+        started = time.monotonic()
+        while True:
             nodes = self.nodes(deployment)
-            if {n.node for n in nodes} >= self._peers.alive() and self._linked(nodes):
+            complete = {n.node for n in nodes} >= self._peers.alive() and self._linked(nodes)
+            if complete or time.monotonic() - started > (MEASURE_S if nodes else FIRST_S):
                 break
             await asyncio.sleep(0.1)
-        nodes = self.nodes(deployment)
         if not nodes:
             raise NotReady(
-                f"no member has measured its memory within {MEASURE_S:.0f} s; its worker may not start "
+                f"no member has measured its memory within {FIRST_S:.0f} s; its worker may not start "
                 "(see the daemon's log). Try again shortly",
                 state="planning",
                 reason="no member has measured itself yet",
