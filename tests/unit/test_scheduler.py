@@ -180,13 +180,21 @@ def test_room_for_one_sequence_serves_two_in_order() -> None:
     assert scheduler.blocks.used == 0
 
 
-def test_a_step_holds_at_least_four_and_every_stage_has_one() -> None:
+@pytest.mark.parametrize("arrive_together", [True, False])
+def test_eight_sequences_keep_two_stages_busy_in_two_groups_of_four(arrive_together: bool) -> None:
     scheduler = Scheduler(blocks=64, block_size=16, chunk_tokens=64, window=2, context=128)
     stages = Stages(scheduler, 64, 16, 64)
-    for sequence in range(8):
-        scheduler.add(Request(sequence, (1, 2), 60))
-    drain(stages)
-    assert stages.most_rows >= 4 and stages.most_flight == 2
+    sizes: list[tuple[int, ...]] = []
+    for sequence in range(200):
+        if sequence < 8:
+            scheduler.add(Request(sequence, (sequence + 10, 2), 100))
+        if sequence >= 7 or not arrive_together:
+            while stages.send():
+                pass
+            sizes.append(tuple(len(step.rows) for step in stages.flight))
+            if stages.flight:
+                stages.receive()
+    assert set(sizes[20:80]) == {(4, 4)}
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_read() -> None:
@@ -468,8 +476,7 @@ def test_a_long_prompt_adds_the_time_of_one_chunk_to_a_token(stages_count: int, 
 
 
 # -- drafts ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("draft", [-1, 4, 16])
-@pytest.mark.parametrize("streams", [1, 6])
+@pytest.mark.parametrize(("draft", "streams"), [(-1, 1), (-1, 2), (4, 1), (4, 6), (16, 1), (16, 6)])
 def test_drafts_that_are_right_save_steps_and_change_no_token(draft: int, streams: int) -> None:
     steps = {}
     for length in (0, draft):
@@ -485,6 +492,16 @@ def test_drafts_that_are_right_save_steps_and_change_no_token(draft: int, stream
         steps[length] = scheduler._number
     assert scheduler.counts.accepted > 0
     assert steps[draft] < steps[0] * 0.8
+
+
+def test_adaptive_drafts_are_for_few_sequences_at_once() -> None:
+    for streams, expected in ((1, True), (3, True), (4, False), (12, False)):
+        scheduler = Scheduler(blocks=512, block_size=4, chunk_tokens=64, window=1, context=128)
+        stages = Stages(scheduler, 512, 4, 64)
+        for sequence in range(streams):
+            scheduler.add(Request(sequence, (1, 2, 3, 4, 5, 0, 1, 2, 3), 60, draft=-1))
+        drain(stages)
+        assert bool(scheduler.counts.drafted) == expected
 
 
 def test_a_draft_takes_no_block_that_another_sequence_may_need() -> None:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from p2pshard.errors import ContextExceeded, Overloaded
 from p2pshard.planning.memory import MAX_LOGIT_ROWS
+from p2pshard.speculation import ADAPTIVE
 from p2pshard_node.scheduling.blocks import BlockPool, runs_of
 from p2pshard_node.scheduling.drafting import Drafter
 from p2pshard_node.scheduling.prefix import extend_keys
@@ -36,6 +37,10 @@ GROWTH_BLOCKS = 4
 lost its blocks, so that this happens seldom, and never for ever."""
 WAIT_BLOCKS = 4
 """Length of a common beginning from which on a sequence waits for what another one is computing of it."""
+ADAPTIVE_ROWS = 12
+"""Room for adaptive drafts in a step, less three for each sequence in it: 9 for one, 1 each for three, none for
+four. On a CPU with w8a8 up to four rows cost about as much as one, and from there on each about an eighth of that:
+drafts that are often wrong do not pay where the step is full already."""
 
 
 class Scheduler:
@@ -220,7 +225,10 @@ class Scheduler:
         rows = []
         spare = min(self._chunk, self._max_samples) - keep - len(fed)
         for index, state in enumerate(fed):
-            draft = self._draft(state, spare // (len(fed) - index))
+            most = spare // (len(fed) - index)
+            if state.request.draft == ADAPTIVE:
+                most = min(most, max(0, ADAPTIVE_ROWS - 3 * len(fed)) // len(fed))
+            draft = self._draft(state, most)
             spare -= len(draft)
             row = self._row(state, 1)
             rows.append(replace(row, token_ids=row.token_ids + draft, drafted=len(draft)) if draft else row)
