@@ -1,12 +1,15 @@
-"""Makes docs/BENCHMARKS.md and docs/benchmarks.svg of what peers.py measured.
+"""Makes docs/BENCHMARKS.md and docs/benchmarks.svg of what peers.py and growth.py measured.
 
-python benchmarks/report.py peers.json [--docs docs]
+    python benchmarks/report.py peers.json [--growth growth.json]... [--docs docs]
+
+What they measured stays in their own files; this only writes it down.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +24,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path)
+    parser.add_argument("--growth", type=Path, action="append", default=[])
     parser.add_argument("--docs", type=Path, default=Path(__file__).resolve().parent.parent / "docs")
     options = parser.parse_args()
     results = json.loads(options.results.read_text())
-    (options.docs / "BENCHMARKS.md").write_text(document(results))
+    growth = [json.loads(path.read_text()) for path in options.growth]
+    (options.docs / "BENCHMARKS.md").write_text(document(results, growth))
     (options.docs / "benchmarks.svg").write_text(plot(results))
 
 
@@ -129,7 +134,44 @@ def inside_rows(row: Row) -> list[list[str]]:
     return lines
 
 
-def document(results: Row) -> str:
+_PARTS = {"nodes": "nodes", "streams": "streams", "context": "prompt", "links": "link"}
+"""What varies in each part of growth.py."""
+
+
+def growth_part(result: Row) -> str:
+    """Tables of how cost grows, one for each part that was measured."""
+    parts = [f"## How cost grows: {result['file']}"]
+    figures = (
+        "dtype",
+        "tokens/s",
+        "prefill tokens/s",
+        "first token, ms",
+        "p50 / p95, ms",
+        "busy",
+        "per hop, ms",
+    )
+    for name, rows in result["parts"].items():
+        if rows:
+            keys = list(dict.fromkeys([_PARTS[name], *(k for k in ("prompt", "streams") if k in rows[0])]))
+            parts.append(table([*keys, *figures], [growth_row(row, keys) for row in rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def growth_row(row: Row, keys: list[str]) -> list[str]:
+    hop = row["hop_overhead_ms"]
+    return [
+        *(str(row[k]) for k in keys),
+        row["dtype"],
+        number(row["tokens_per_second"]),
+        number(row["prefill_tokens_per_second"]),
+        number(row["ttft_ms"]),
+        " / ".join(number(row["inter_token_ms"][k]) for k in ("median", "p95")),
+        ", ".join(f"{share:.0%}" for share in row["busy"] or ()) or "-",
+        "-" if hop is None else f"{hop:.2f}",
+    ]
+
+
+def document(results: Row, growth: Sequence[Row] = ()) -> str:
     machine, load = results["machine"], results["load"]
     commands = {
         r["name"]: r["commands"]
@@ -154,7 +196,7 @@ which all contenders took their turn on the same cores with the same file; a rat
 ![Tokens per second of each contender](benchmarks.svg)
 
 {chr(10).join(model_part(results, model) + chr(10) for model in results["models"])}
-## Commands
+{"".join(growth_part(one) + chr(10) for one in growth)}## Commands
 
 As run on each of the cores that `taskset -c` names:
 

@@ -131,6 +131,23 @@ def test_the_document_says_what_was_measured_and_how() -> None:
         assert part in text, part
 
 
+def test_growth_is_a_table_for_each_part() -> None:
+    def row(**varied: Any) -> Any:
+        return varied | {
+            "streams": 8, "dtype": "int8", "tokens_per_second": 90.25, "prefill_tokens_per_second": 410.0,
+            "ttft_ms": 12.0, "inter_token_ms": {"median": 8.0, "p95": 9.0}, "busy": [0.5, 0.625],
+            "hop_overhead_ms": 0.456,
+        }  # fmt: skip
+
+    unseen = row(nodes=4) | {"tokens_per_second": None, "busy": None, "hop_overhead_ms": None}
+    parts = {"nodes": [row(nodes=2), unseen], "links": [row(link="20mbit", prompt=2000)], "context": []}
+    text = report.document(RESULTS, [{"file": "m.gguf", "parts": parts}])
+    assert "| 2 | 8 | int8 | 90.2 | 410 | 12.0 | 8.0 / 9.0 | 50%, 62% | 0.46 |" in text
+    assert "| 4 | 8 | int8 | - | 410 | 12.0 | 8.0 / 9.0 | - | - |" in text
+    assert "| 20mbit | 2000 | 8 | int8 | 90.2" in text
+    assert "How cost grows" not in report.document(RESULTS)
+
+
 def test_the_chart_draws_every_figure_to_scale() -> None:
     panels = [Panel("m & <n>", ("decode", "prefill"), ((10.0, 5.0, None), (None, 300.0, 150.0)))]
     root = ElementTree.fromstring(draw(panels, ["a", "b", "c"], "tokens/s"))
