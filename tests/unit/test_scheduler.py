@@ -320,6 +320,21 @@ def test_one_who_waits_for_a_prefix_holds_up_nobody_and_outlives_its_reader() ->
     assert scheduler.counts.hit_tokens >= 44 and order.count(2) == 2 and order.count(3) == 2
 
 
+def test_many_who_wait_for_one_prefix_cost_little_in_each_step() -> None:
+    scheduler = Scheduler(blocks=20_000, block_size=16, chunk_tokens=64, window=1, context=8192)
+    stages = Stages(scheduler, 20_000, 16, 64)
+    for request in prefixed(256, length=4000):
+        scheduler.add(request)
+    find, looked = scheduler.blocks.find, []
+    scheduler.blocks.find = lambda keys: looked.append(1) or find(keys)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(4000 // 64):
+        assert stages.send()
+        stages.receive()
+    assert len(looked) <= 256 + 10
+    drain(stages)
+    assert scheduler.counts.hit_tokens == 255 * 4000
+
+
 def test_a_row_that_failed_leaves_nothing_to_be_found() -> None:
     scheduler = Scheduler(blocks=32, block_size=4, chunk_tokens=64, window=1, context=64)
     scheduler.add(Request(1, tuple(range(20)), 2))

@@ -283,14 +283,18 @@ class Scheduler:
     def _admit(self) -> bool:
         """Let the first in the queue run, if there is room for it."""
         for state in self._waiting:
+            if state.awaits in self._filling:
+                continue  # another sequence reads the same; whoever follows need not wait for that
             extend_keys(
                 state.keys, state.ids, self._block_size, len(state.ids) // self._block_size, self._root
             )
             # At least one token is computed: the logits after the last one are needed.
-            hits = self.blocks.find(state.keys[: (len(state.ids) - 1) // self._block_size])
-            soon = self._filled_soon(state, len(hits))
-            if soon and len(hits) + soon >= WAIT_BLOCKS:
-                continue  # another sequence reads the same; whoever follows need not wait for that
+            keys = state.keys[: (len(state.ids) - 1) // self._block_size]
+            hits = self.blocks.find(keys)
+            known = len(hits) + self._filled_soon(keys[len(hits) :])
+            if known > len(hits) and known >= WAIT_BLOCKS:
+                state.awaits = keys[known - 1]
+                continue
             if not self._fits(state, hits) or not self._next.room_for(hits, self.blocks.total):
                 return (
                     False  # strictly in order: a small one that overtakes could starve a large one for ever
@@ -300,14 +304,9 @@ class Scheduler:
             return True
         return False
 
-    def _filled_soon(self, state: Sequence, hits: int) -> int:
-        """Blocks after those there are that are being computed for another sequence."""
-        count = 0
-        for key in state.keys[hits : (len(state.ids) - 1) // self._block_size]:
-            if key not in self._filling:
-                break
-            count += 1
-        return count
+    def _filled_soon(self, keys: Items[bytes]) -> int:
+        """How many of these, from the first on, are being computed for another sequence."""
+        return next((i for i, key in enumerate(keys) if key not in self._filling), len(keys))
 
     def _fits(self, state: Sequence, hits: tuple[int, ...]) -> bool:
         """Whether there are blocks for its tokens, and some for all that run to grow into."""

@@ -23,6 +23,8 @@ class Sequence:
     done: int = 0
     """Those of steps that have returned: every stage has their keys and values."""
     drafter: Drafter | None = None
+    awaits: bytes | None = None
+    """Key of the last block that it lets another sequence compute before it is admitted."""
     keys: list[bytes] = field(default_factory=list)
     """Of the first full blocks of `ids`, as far as they were needed."""
 
