@@ -187,8 +187,13 @@ class Supervisor:
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
-                # torch makes this folder when it is imported, by default in the system's temporary one.
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self._probe_path.parent / "torch")},
+                # torch makes its folder when it is imported, by default in the system's temporary one;
+                # kernels compiled by numba may be shared by telling it a folder
+                env={
+                    "NUMBA_CACHE_DIR": str(self._probe_path.parent / "kernels"),
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": str(self._probe_path.parent / "torch"),
+                },
             )
         except OSError:
             ours.close()

@@ -279,3 +279,28 @@ def test_the_same_bits_on_older_processors() -> None:
         assert target == "" or kernels.endswith("integer")
         results[target] = bits
     assert len({tuple(bits) for bits in results.values()}) == 1, results
+
+
+@pytest.mark.slow
+def test_two_processes_compile_at_once(tmp_path: Path) -> None:
+    """Into one folder; afterwards a third finds all that it needs there."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    children = [
+        subprocess.Popen([sys.executable, "-c", CHILD], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    results = [child.communicate(timeout=280)[0].splitlines()[-1] for child in children]
+    assert results[0] == results[1] and "|invariant|" in results[0]
+    files = sorted(tmp_path.rglob("*.nbc"))
+    assert files
+    written = {path: path.stat().st_mtime_ns for path in files}
+    again = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    assert again.stdout.splitlines()[-1] == results[0]
+    assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.nbc"))} == written

@@ -16,6 +16,7 @@ from p2pshard.errors import Internal, InvalidRequest, ProtocolError
 from p2pshard_node.engine import numerics
 from p2pshard_node.engine.attention import STEP, AttentionStep, spans_of
 from p2pshard_node.engine.build import Part, StageModules, build, finish
+from p2pshard_node.engine.fused.prepare import prepare
 from p2pshard_node.engine.fused.recognise import recognise
 from p2pshard_node.engine.fused.runner import FusedStage
 from p2pshard_node.engine.fused.structure import Unrecognised
@@ -157,6 +158,8 @@ class StageModel:
             )
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
+        if dtype == "int8":
+            prepare()
         with returned_at_once():
             load_weights(modules, weights(), int8=dtype == "int8", device=device, progress=progress)
         finish(modules, device)
