@@ -8,30 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import until
 
 
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def until(
-    condition: Callable[[], Any], seconds: float, what: Callable[[], str] | str, every: float = 0.1
-) -> Any:
-    """The first true value of `condition`; fails naming `what` after `seconds`."""
-    end = time.monotonic() + seconds
-    value = None
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(every)
-    raise AssertionError(f"not within {seconds} s: {what() if callable(what) else what} (last: {value!r})")
 
 
 class Node:

@@ -20,8 +20,9 @@ import pytest
 from p2pshard import Client
 from p2pshard.errors import P2PShardError
 from tests.agreement_watch import Number, held, loaded, promise, workers
-from tests.local_cluster import LocalCluster, Node, until
+from tests.local_cluster import LocalCluster, Node
 from tests.tiny import reference_tokens, write_tiny_llama
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(280)
 PROMPT_IDS = [10, 20, 30, 40]

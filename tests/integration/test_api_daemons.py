@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from p2pshard import Client
-from tests.local_cluster import LocalCluster, Node, until
+from tests.local_cluster import LocalCluster, Node
 from tests.tiny import reference_tokens, write_tiny_llama
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(280)
 PROMPT = "The river"

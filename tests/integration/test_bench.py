@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from p2pshard.trace import Trace
-from tests.local_cluster import LocalCluster, until
+from tests.local_cluster import LocalCluster
 from tests.tiny import write_tiny_llama
+from tests.waiting import until
 
 FLAGS = ("--nodes", "2", "--context", "512", "--concurrency", "8", "--dtype", "float32")
 pytestmark = pytest.mark.timeout(280)

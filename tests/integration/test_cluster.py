@@ -21,7 +21,8 @@ from p2pshard.discovery import PROTOCOL
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
 from p2pshard.version import __version__
-from tests.local_cluster import free_port, until
+from tests.local_cluster import free_port
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(180)
 START_S = 60.0

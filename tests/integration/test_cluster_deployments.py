@@ -14,8 +14,10 @@ import pytest
 
 from p2pshard import Client
 from p2pshard.errors import ModelNotFound, P2PShardError
-from tests.local_cluster import LocalCluster, Node, until
+from tests import agreement_watch
+from tests.local_cluster import LocalCluster, Node
 from tests.tiny import write_tiny_llama
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -37,16 +39,8 @@ def deployment(cluster: LocalCluster, node: Node) -> dict[str, Any]:
 
 
 def workers(node: Node) -> set[int]:
-    """Pids of the daemon's workers, a warm one included."""
     assert node.process is not None
-    found = set()
-    for child in psutil.Process(node.process.pid).children():
-        try:
-            if "p2pshard_node.worker" in " ".join(child.cmdline()):
-                found.add(child.pid)
-        except psutil.Error:
-            continue  # it ended while we looked
-    return found
+    return agreement_watch.workers(node.process.pid)
 
 
 def by_id(cluster: LocalCluster, wanted: str) -> Node:

@@ -13,8 +13,9 @@ import pytest
 
 from p2pshard import Client
 from p2pshard.errors import ContextExceeded, P2PShardError, StageLost
-from tests.local_cluster import LocalCluster, until
+from tests.local_cluster import LocalCluster
 from tests.tiny import reference_tokens, write_tiny_llama
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(280)
 PROMPTS = [

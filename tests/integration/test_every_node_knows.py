@@ -13,8 +13,9 @@ import pytest
 from p2pshard import Client
 from p2pshard.errors import InvalidRequest, ModelNotFound
 from tests.agreement_watch import held, workers
-from tests.local_cluster import LocalCluster, until
+from tests.local_cluster import LocalCluster
 from tests.tiny import reference_tokens, write_tiny_llama
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(280)
 PROMPT_IDS = [10, 20, 30, 40]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.local_cluster import until
+from tests.waiting import until
 
 HOME = Path("/mnt")
 """Where each host sees its own folder."""

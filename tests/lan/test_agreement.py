@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.agreement_watch import Number, held, promise
-from tests.lan.lab import Host, Lab, until
+from tests.lan.lab import Host, Lab
 from tests.tiny import reference_tokens, write_tiny_llama
+from tests.waiting import until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(600)]
 PROMPT_IDS = [10, 20, 30, 40]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lan.lab import Host, Lab, until
+from tests.lan.lab import Host, Lab
+from tests.waiting import until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(900)]
 MB = 1 << 20

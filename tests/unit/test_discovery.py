@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import uuid
 from collections.abc import Callable
 
@@ -11,6 +9,7 @@ import pytest
 
 from p2pshard import discovery as module
 from p2pshard.discovery import Announcement, Discovery, browse, cluster_hash
+from tests.waiting import come_true
 
 
 def announcer(
@@ -27,13 +26,6 @@ def announcer(
     )
 
 
-async def until(condition: Callable[[], object], seconds: float = 8.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that in time"
-        await asyncio.sleep(0.05)
-
-
 async def test_two_find_each_other_and_a_client_finds_both() -> None:
     cluster = f"test-{uuid.uuid4().hex[:8]}"
     seen: dict[str, list[Announcement]] = {"a": [], "b": []}
@@ -41,7 +33,7 @@ async def test_two_find_each_other_and_a_client_finds_both() -> None:
     a.start()
     b.start()
     try:
-        await until(
+        await come_true(
             lambda: any(x.id == "b" * 16 for x in seen["a"]) and any(x.id == "a" * 16 for x in seen["b"])
         )
         announcement = next(x for x in seen["a"] if x.id == "b" * 16)
@@ -65,7 +57,7 @@ async def test_a_copy_of_a_node_is_announced_beside_it() -> None:
     for one in (first, copy, watcher):
         one.start()
     try:
-        await until(lambda: sum(x.id == "c" * 16 for x in seen) >= 2)
+        await come_true(lambda: sum(x.id == "c" * 16 for x in seen) >= 2)
     finally:
         for one in (first, copy, watcher):
             await one.stop()
@@ -94,10 +86,10 @@ async def test_it_starts_anew_when_addresses_change_or_the_network_fails(
     one = announcer("test-changes")
     one.start()
     try:
-        await until(lambda: sessions == 1)
+        await come_true(lambda: sessions == 1)
         fail = what == "error"
         interfaces = frozenset({"1/192.0.2.1", "2/198.51.100.7"})
-        await until(lambda: sessions == (3 if what == "error" else 2))
-        await until(lambda: one.trouble == "")
+        await come_true(lambda: sessions == (3 if what == "error" else 2))
+        await come_true(lambda: one.trouble == "")
     finally:
         await one.stop()

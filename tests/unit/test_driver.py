@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.transport.channels import EOF
 from p2pshard.transport.frames import Assembler, Frame, Limits, encode
 from p2pshard.transport.generated import generate_pb2, plan_pb2
+from tests.waiting import come_true
 
 VOCAB = 97
 POISON = 90
@@ -129,12 +130,6 @@ class Call:
         return [t.id for p in self.news(name) for t in p.tokens]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 class Toy:
     """Driver and two stages; every frame also passes through its wire form."""
 
@@ -177,7 +172,7 @@ class Toy:
             await asyncio.gather(task, return_exceptions=True)
 
     async def idle(self) -> None:
-        await until(lambda: not any(s.blocks_used or s.sequences for s in self.stages))
+        await come_true(lambda: not any(s.blocks_used or s.sequences for s in self.stages))
 
 
 @pytest.fixture
@@ -286,7 +281,7 @@ async def test_attempts_cancel_deadline_and_refusals(toy: Toy) -> None:
 async def test_a_gateway_that_is_gone_takes_its_requests_along(toy: Toy) -> None:
     async with toy.gateway() as call:
         call.submit("a", [1], 60)
-        await until(lambda: bool(call.tokens("a")))
+        await come_true(lambda: bool(call.tokens("a")))
     assert toy.driver.sequences == 0
     await toy.idle()
 
@@ -295,7 +290,7 @@ async def test_a_lost_stage_fails_everything_with_its_name(toy: Toy) -> None:
     async with toy.gateway() as call:
         toy.held = []
         call.submit("a", [1], 60)
-        await until(lambda: bool(toy.held))
+        await come_true(lambda: bool(toy.held))
         step, _, allowed = toy.driver.late() or (0, 0.0, 0.0)
         assert step and allowed >= 2
         toy.driver.break_off(StageLost("stage 1 is gone", node="b", layers=[2, 3]))

@@ -28,6 +28,7 @@ from p2pshard.errors import (
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.generated import generate_pb2
 from tests.fake_driver import EOS, FakeCluster, FakeDriver, MemoryStore, letters, make_plan, spells
+from tests.waiting import come_true
 
 
 @dataclass
@@ -80,12 +81,6 @@ async def collect(gateway: Gateway, request: generate_pb2.GenerateRequest) -> An
         [d.text for d in deltas],
         events[-1].finish,
     )
-
-
-async def until(condition: object, timeout: float = 2.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.01)
 
 
 async def test_an_answer_from_record_to_finish(bench: Bench) -> None:
@@ -144,7 +139,7 @@ async def test_a_stop_string_over_token_borders_ends_the_request_on_the_driver_t
     answer = await collect(bench.gateway, ask(max_tokens=100, stop=["STOP", "never"]))
     assert (answer.text, answer.finish.reason, answer.finish.stop_string) == ("one two ", "stop", "STOP")
     assert answer.finish.completion_tokens == len("one two STOP") == len(answer.ids)
-    await until(lambda: bench.driver.cancelled == [answer.record.request] and not bench.driver.running)
+    await come_true(lambda: bench.driver.cancelled == [answer.record.request] and not bench.driver.running)
 
 
 async def test_tokens_after_a_stop_string_in_the_same_message_are_not_taken(bench: Bench) -> None:
@@ -249,7 +244,7 @@ async def test_leaving_early_cancels_on_the_driver(bench: Bench) -> None:
     assert [r["state"] for r in bench.gateway.ps()] == ["running"]
     await stream.aclose()
     assert bench.gateway.ps() == []
-    await until(lambda: bench.driver.cancelled == [record.request] and not bench.driver.running)
+    await come_true(lambda: bench.driver.cancelled == [record.request] and not bench.driver.running)
     outcome = bench.gateway.outcome(record.request)
     assert outcome is not None and outcome.reason == "cancelled"
 
@@ -265,14 +260,14 @@ async def test_cancel_by_id_finishes_the_stream(bench: Bench) -> None:
         else:
             reasons.append(event.finish.reason)
     assert reasons == ["cancelled"] and not bench.gateway.cancel(request)
-    await until(lambda: bench.driver.cancelled == [request])
+    await come_true(lambda: bench.driver.cancelled == [request])
 
 
 async def test_cancel_while_waiting_ends_the_wait(bench: Bench) -> None:
     bench.gateway._limits = Limits(ready_s=30)
     bench.cluster.state = "loading"
     task = asyncio.create_task(collect(bench.gateway, ask()))
-    await until(lambda: bench.gateway.ps())
+    await come_true(lambda: bench.gateway.ps())
     assert bench.gateway.cancel(str(bench.gateway.ps()[0]["id"]))
     with pytest.raises(Cancelled):
         await asyncio.wait_for(task, 1)
@@ -282,7 +277,7 @@ async def test_the_deadline_ends_a_request_wherever_it_is(bench: Bench) -> None:
     bench.driver.delay_s = 0.02
     answer = await collect(bench.gateway, ask(max_tokens=100, deadline_s=0.3))
     assert answer.finish.reason == "deadline" and 0 < answer.finish.completion_tokens < 100
-    await until(lambda: not bench.driver.running)
+    await come_true(lambda: not bench.driver.running)
     bench.gateway._limits = Limits(ready_s=30)
     bench.cluster.state = "loading"
     with pytest.raises(DeadlineExceeded):
@@ -295,7 +290,7 @@ async def test_a_client_that_does_not_read_is_cancelled_and_holds_up_nobody(benc
     await anext(lazy)
     other = await collect(bench.gateway, ask("xyz", max_tokens=60))
     assert other.finish.completion_tokens == 60
-    await until(lambda: len(bench.driver.cancelled) == 1)
+    await come_true(lambda: len(bench.driver.cancelled) == 1)
     with pytest.raises(Overloaded, match="unread"):
         async for _ in lazy:
             pass
@@ -306,14 +301,14 @@ async def test_nor_does_one_that_leaves_a_finished_answer_unread(bench: Bench) -
     lazy = bench.gateway.generate(ask(max_tokens=5))
     await anext(lazy)
     assert len(bench.gateway._table) == 1
-    await until(lambda: len(bench.gateway._table) == 0, timeout=3)
+    await come_true(lambda: len(bench.gateway._table) == 0, 3)
     await lazy.aclose()
 
 
 async def test_at_the_limit_of_requests_the_next_is_refused(bench: Bench) -> None:
     bench.driver.delay_s = 1
     tasks = [asyncio.create_task(collect(bench.gateway, ask())) for _ in range(8)]
-    await until(lambda: len(bench.gateway.ps()) == 8)
+    await come_true(lambda: len(bench.gateway.ps()) == 8)
     with pytest.raises(Overloaded, match="8 requests"):
         await collect(bench.gateway, ask())
     for task in tasks:
@@ -332,7 +327,7 @@ async def test_a_stage_lost_behind_the_driver_keeps_its_name(bench: Bench) -> No
 async def test_the_loss_of_the_driver_names_its_layers_and_the_next_request_reconnects(bench: Bench) -> None:
     bench.driver.delay_s = 0.01
     tasks = [asyncio.create_task(collect(bench.gateway, ask(max_tokens=100))) for _ in range(3)]
-    await until(lambda: len(bench.driver.running) == 3)
+    await come_true(lambda: len(bench.driver.running) == 3)
     started = time.monotonic()
     await bench.driver.kill()
     for failure in await asyncio.gather(*tasks, return_exceptions=True):
@@ -355,11 +350,11 @@ async def test_a_driver_that_accepts_and_stays_silent(bench: Bench, monkeypatch:
 async def test_a_node_that_left_the_cluster_takes_its_requests_with_it(bench: Bench) -> None:
     bench.driver.delay_s = 0.05
     task = asyncio.create_task(collect(bench.gateway, ask(max_tokens=100)))
-    await until(lambda: bench.driver.running)
+    await come_true(lambda: bench.driver.running)
     bench.cluster.gone.add("node-a")
     with pytest.raises(StageLost, match="has left the cluster"):
         await asyncio.wait_for(task, 3)
-    await until(lambda: not bench.driver.running)  # the stream was closed
+    await come_true(lambda: not bench.driver.running)  # the stream was closed
 
 
 async def test_a_new_epoch_gets_a_new_stream_and_the_old_one_is_closed(bench: Bench) -> None:
@@ -367,7 +362,7 @@ async def test_a_new_epoch_gets_a_new_stream_and_the_old_one_is_closed(bench: Be
     bench.driver.plan = make_plan(bench.store.manifest.digest, n=2)
     assert (await collect(bench.gateway, ask())).text == "cdefg"
     assert bench.driver.streams == 2
-    await until(lambda: len(bench.gateway._links) == 1, timeout=3)
+    await come_true(lambda: len(bench.gateway._links) == 1, 3)
 
 
 async def test_lost_tokens_end_the_request(bench: Bench) -> None:
@@ -401,18 +396,18 @@ async def test_a_thousand_requests_cancelled_at_any_moment_leave_nothing(bench: 
     for start in range(0, 1000, 8):
         await asyncio.gather(*(one(n) for n in range(start, start + 8)))
     assert bench.gateway.ps() == [] and len(bench.gateway._table) == 0
-    await until(lambda: not bench.driver.running)
+    await come_true(lambda: not bench.driver.running)
     assert (await collect(bench.gateway, ask())).text == "cdefg"
 
 
 async def test_close_ends_what_runs_with_a_reason(bench: Bench) -> None:
     bench.driver.delay_s = 0.05
     task = asyncio.create_task(collect(bench.gateway, ask(max_tokens=100)))
-    await until(lambda: bench.driver.running)
+    await come_true(lambda: bench.driver.running)
     await bench.gateway.close()
     with pytest.raises(NotReady, match="stopping"):
         await task
-    await until(lambda: not bench.driver.running)
+    await come_true(lambda: not bench.driver.running)
     with pytest.raises(NotReady, match="stopping"):
         await collect(bench.gateway, ask())
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from p2pshard_node import supervisor as module
 from p2pshard_node.supervisor import Supervisor, exit_reason
 
 from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, UnsupportedModel
+from tests.waiting import come_true
 
 SCRIPT = """
 import os, socket, struct, sys, time
@@ -91,12 +91,6 @@ class Rig:
             progress=lambda *step: self.steps.append(step),
         )
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 10.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "it did not come to that in time"
-            await asyncio.sleep(0.02)
-
 
 def alive(pid: int) -> bool:
     try:
@@ -127,7 +121,7 @@ async def test_load_activate_and_stop(rig: Callable[..., Rig]) -> None:
     assert event["port"] == 4321 and event["weight_bytes"] == 5
     assert one.steps == [("loading", 1, 2)]
     one.supervisor.activate("d", {"deployment": "d"})
-    await one.until(lambda: one.events)
+    await come_true(lambda: one.events)
     assert one.events == [("d", {"ev": "ready"})]
     await one.supervisor.stop("d")
     assert not alive(worker.pid) and one.supervisor.worker("d") is None
@@ -140,7 +134,7 @@ async def test_counts_arrive_without_being_asked_for(rig: Callable[..., Rig]) ->
     one = rig()
     one.supervisor.start()
     worker, _ = await one.load()
-    await one.until(lambda: worker.stats)
+    await come_true(lambda: worker.stats)
     assert (worker.stats["blocks_used"], worker.stats["blocks_total"]) == (3, 8)
 
 
@@ -148,7 +142,7 @@ async def test_a_worker_that_is_killed_is_an_event_with_its_reason(rig: Callable
     one = rig()
     worker, _ = await one.load()
     os.kill(worker.pid, signal.SIGKILL)
-    await one.until(lambda: one.events)
+    await come_true(lambda: one.events)
     ((key, event),) = one.events
     assert (key, event["ev"], event["code"]) == ("d", "exit", -9) and "out of memory" in event["reason"]
     assert one.supervisor.worker("d") is None
@@ -166,7 +160,7 @@ async def test_a_load_that_fails_is_a_typed_error_and_leaves_nothing(
         await one.load()
     if how != "refuses":
         assert "killed" in caught.value.message or "code 7" in caught.value.message
-    await one.until(lambda: not one.supervisor.workers())
+    await come_true(lambda: not one.supervisor.workers())
 
 
 async def test_a_load_that_falls_silent_is_ended(
@@ -206,7 +200,7 @@ async def test_a_load_that_is_cancelled_ends_its_worker(
     monkeypatch.setattr(module, "STOP_S", 0.3)
     one = rig("hangs")
     task = asyncio.create_task(one.load())
-    await one.until(lambda: one.steps)
+    await come_true(lambda: one.steps)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not one.supervisor.workers()
@@ -217,11 +211,11 @@ async def test_a_warm_worker_becomes_the_next_load_and_another_is_kept_only_if_i
 ) -> None:
     one = rig(warm=True, budget=lambda: 10_000)
     one.supervisor.start()
-    await one.until(lambda: one.supervisor.base_bytes)
+    await come_true(lambda: one.supervisor.base_bytes)
     (warm,) = one.supervisor.workers()
     worker, _ = await one.load()
     assert worker.pid == warm.pid
-    await one.until(lambda: len(one.supervisor.workers()) == 2)  # 10,000 bytes have room for another
+    await come_true(lambda: len(one.supervisor.workers()) == 2)  # 10,000 bytes have room for another
     await one.load("e", booked=8_500)
     await asyncio.sleep(0.3)
     assert len(one.supervisor.workers()) == 2  # and now they have not
