@@ -137,6 +137,35 @@ async def test_text_is_the_same_with_and_without_drafts(model: Path, tmp_path: P
         await r.idle()
 
 
+async def test_no_bit_depends_on_sharing_preemption_drafts_or_the_cut(model: Path, tmp_path: Path) -> None:
+    """Drawn (nearly greedy, so that drafts are right at times), with logprobs, on the path whose numbers depend on nothing but the tokens: `==` on floats."""
+    begin = [*range(30, 50)] * 2
+    prompts = [[*begin, *range(i, i + 9)] for i in range(8)]
+    options = {"temperature": 0.02, "seed": 11, "logprobs": 3}
+
+    def plan(manifest: str, layers: int, **sizes: int) -> Plan:
+        return make_plan(manifest, layers, context=96, dtype="int8", **sizes)
+
+    # One after the other in blocks as large as the context: nothing is shared, preempted or drafted.
+    large = functools.partial(plan, stages=1, block_size=96)
+    async with ring(model, tmp_path / "1", large) as r, r.gateway() as gateway:
+        assert r.loaded[0]["numerics"] == "invariant"
+        alone = [await gateway.generate(f"r{i}", p, 40, **options) for i, p in enumerate(prompts)]
+        numbers = [gateway.logprobs[f"r{i}"] for i in range(8)]
+        assert (await r.workers[0].stats())["step"]["hit_tokens"] == 0
+    small = functools.partial(plan, stages=3, block_size=4, blocks=48, chunk_tokens=16)
+    async with ring(model, tmp_path / "3", small) as r, r.gateway() as gateway:
+        drafts = (0, 2, 4)
+        together = await asyncio.gather(
+            *(gateway.generate(f"r{i}", p, 40, draft=drafts[i % 3], **options) for i, p in enumerate(prompts))
+        )
+        step = (await r.workers[0].stats())["step"]
+        assert step["hit_tokens"] > 0 and step["preempted"] > 0 and step["drafted"] > 0
+        assert together == alone
+        assert [gateway.logprobs[f"r{i}"] for i in range(8)] == numbers
+        await r.idle()
+
+
 async def test_sampled_text_does_not_depend_on_the_partition(model: Path, tmp_path: Path) -> None:
     texts = []
     for stages in (1, 3):
