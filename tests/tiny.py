@@ -36,19 +36,25 @@ def write_tiny_llama(
     *,
     layers: int = 6,
     hidden: int = 64,
+    inner: int | None = None,
+    head_width: int | None = None,
     context: int = 2048,
     seed: int = 0,
     tied: bool = False,
     shards: int = 1,
 ) -> Path:
-    """Save a random llama of 4 heads and 2 KV heads to `folder`, in `shards` files or so. Its greedy text does not soon end."""
+    """Save a random llama of 4 heads and 2 KV heads to `folder`, in `shards` files or so. Its greedy text does not soon end.
+
+    ``inner`` (default: twice `hidden`) and ``head_width`` (a quarter of it) keep a wide model small.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = write_tokenizer(folder)
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner or 2 * hidden, num_hidden_layers=layers,
+        head_dim=head_width or hidden // 4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=tied,
         eos_token_id=vocabulary - 1, bos_token_id=vocabulary - 3, pad_token_id=None,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from p2pshard import Client
+from p2pshard.errors import ContextExceeded
 from p2pshard.models.layout import needed_tensors
 from tests.local_cluster import LocalCluster
 from tests.published import model_file
@@ -127,10 +129,23 @@ def test_one_two_and_three_nodes_give_the_same_64_tokens(
             assert (len(deployed.plan.stages), deployed.plan.dtype) == (nodes, dtype)
             got = client.chat(name, QUESTION, max_tokens=COUNT, temperature=0, ignore_eos=True)
             assert got.prompt_tokens == len(reference.prompt_ids)
-            assert "Paris" in got.text
+            assert dtype == "int8" or "Paris" in got.text  # at int8 this small model answers something else
             answers[nodes] = list(got.token_ids)
             client.undeploy(name)
     assert len(answers[1]) == COUNT
     assert answers[1] == answers[2] == answers[3]
     if dtype == "float32":
         assert answers[1] == reference.token_ids
+
+
+@pytest.mark.slow
+def test_a_prompt_beyond_the_models_context_is_refused_in_numbers_at_once(cluster: LocalCluster) -> None:
+    path = model_file("smollm2-135m-instruct")
+    with Client([cluster.nodes[2].address]) as client:
+        client.deploy(str(path), nodes=3, context=8192, dtype="int8")
+        began = time.monotonic()
+        with pytest.raises(ContextExceeded, match=r"20000 tokens.* 8192"):
+            client.generate(path.stem, [5] * 20_000, max_tokens=1).text  # noqa: B018
+        assert time.monotonic() - began < 2
+        got = client.generate(path.stem, [5] * 50, max_tokens=4, ignore_eos=True)
+        assert got.completion_tokens == 4
