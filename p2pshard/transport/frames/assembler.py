@@ -86,7 +86,7 @@ class Assembler:
         end = self._filled + len(data)
         if end > len(self._payload):
             raise fail("more bytes than announced")
-        self._payload[self._filled : end] = data
+        memoryview(self._payload)[self._filled : end] = data  # a bytearray's own slice would copy it twice
         self._filled = end
         return end == len(self._payload)
 
