@@ -26,7 +26,8 @@ from contenders import context_for, json_lines, pinned
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.lan.lab import HOME, Lab, unavailable
-from tests.local_cluster import LocalCluster, until
+from tests.local_cluster import LocalCluster
+from tests.waiting import until
 
 _LIMIT_S = 3600
 NODES = (1, 2, 3, 4)
