@@ -13,8 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba import njit
 from p2pshard_node.engine import stage as stage_module
+from p2pshard_node.engine.fused import vectors
+from p2pshard_node.engine.fused.maths import exp, rotation
 from p2pshard_node.engine.fused.structure import Unrecognised
+from p2pshard_node.engine.fused.vectors import LANES
 from p2pshard_node.engine.stage import Row, StageModel, StepBatch
 
 from p2pshard.errors import Internal
@@ -205,6 +209,41 @@ def test_numbers_that_are_not_finite_end_the_step(bad: float, folders: Any) -> N
         last.forward(batch, hidden)
     hidden[1, 5] = 1
     assert np.isfinite(last.forward(batch, hidden)).all()
+
+
+# -- mathematics ----------------------------------------------------------------------------------
+@njit
+def exp_of(x: Any, y: Any) -> None:
+    for i in range(0, x.shape[0], LANES):
+        vectors.store(y, i, exp(vectors.load(x, i)))
+
+
+@njit
+def rotations_of(angles: Any, cos: Any, sin: Any) -> None:
+    for i in range(angles.shape[0]):
+        cos[i], sin[i] = rotation(angles[i])
+
+
+def test_exponential() -> None:
+    x = np.concatenate([np.linspace(-86.9, 87.9, 1 << 14), np.random.default_rng(0).normal(0, 1, 1 << 14)])
+    x = x.astype(np.float32)
+    y = np.empty_like(x)
+    exp_of(x, y)
+    np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=3e-7)
+    x = np.array([0, -0.0, -88, -1e30, -np.inf, np.nan, 88, 1e30, np.inf, *[1] * 7], np.float32)
+    y = np.empty_like(x)
+    exp_of(x, y)
+    assert y[:2].tolist() == [1, 1] and y[2:5].tolist() == [0, 0, 0]
+    assert np.isnan(y[5]) and (y[6:9] == y[6]).all() and y[6] > 1e38
+
+
+def test_rotations() -> None:
+    random = np.random.default_rng(0)
+    angles = np.concatenate([random.uniform(0, 10, 5000), random.uniform(0, 1 << 20, 5000), [0.0, np.pi / 4]])
+    cos, sin = np.empty_like(angles), np.empty_like(angles)
+    rotations_of(angles, cos, sin)
+    np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=1e-9)
 
 
 # -- recognition ----------------------------------------------------------------------------------
