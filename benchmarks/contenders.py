@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -236,6 +237,11 @@ def _summary(row: dict[str, Any]) -> dict[str, Any]:
         "busy": [round(s["busy"], 3) for s in phase["stages"]] if phase else None,
         "hop_overhead_ms": phase["hop_overhead_ms"]["median"] if phase else None,
     }
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end this program as Ctrl-C does: through every ``with``, so that no daemon is left behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def available_cores(count: int) -> list[int]:

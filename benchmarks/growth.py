@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from contenders import context_for, json_lines, pinned
+from contenders import context_for, end_in_order, json_lines, pinned
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--memory", default="8GB")
     parser.add_argument("--out", type=Path, default=Path("growth.json"))
     options = parser.parse_args()
+    end_in_order()
     options.model = options.model.resolve()
     result: Row = {"file": options.model.name, "rounds": options.rounds, "parts": {}}
     for name in options.part or parts:
         result["parts"][name] = rows = []
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for row in parts[name](options, Path(folder)):
                 rows.append(row)
                 print(name, json.dumps({k: v for k, v in row.items() if k != "trace"}), flush=True)

@@ -22,7 +22,7 @@ from math import ceil
 from pathlib import Path
 from statistics import median
 
-from contenders import available_cores, context_for
+from contenders import available_cores, context_for, end_in_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -68,7 +68,8 @@ def main() -> None:
     parser.add_argument("--memory", default="8GB")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    end_in_order()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         cluster = LocalCluster(
             Path(folder), "--memory", options.memory, "--no-warm-worker", nodes=options.nodes
         )

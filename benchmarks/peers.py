@@ -21,7 +21,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contenders import Contender, LlamaCpp, LlamaCppRpc, Load, Ours, Transformers, available_cores
+from contenders import (
+    Contender,
+    LlamaCpp,
+    LlamaCppRpc,
+    Load,
+    Ours,
+    Transformers,
+    available_cores,
+    end_in_order,
+)
 
 
 def main() -> None:
@@ -40,6 +49,7 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], help="words of contenders to leave out")
     parser.add_argument("--out", type=Path, default=Path("peers.json"))
     options = parser.parse_args()
+    end_in_order()
     streams = tuple(int(s) for s in options.streams.split(","))
     load = Load(streams, options.prompt, options.tokens, options.prefill)
     binaries = options.llama_cpp / "build" / "bin"
@@ -49,7 +59,7 @@ def main() -> None:
         "rounds": options.rounds,
         "models": [],
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for model in options.models:
             contenders = line_up(binaries, Path(folder), options.dtype or ["auto"])
             chosen = [c for c in contenders if not any(word in c.name for word in options.without)]
