@@ -21,7 +21,7 @@ import torch
 
 from p2pshard.errors import InvalidRequest, ModelCorrupt, UnsupportedModel
 from p2pshard.models.dtypes import READABLE_GGUF
-from p2pshard.models.groups import GroupLayout, grouped_as, has_groups
+from p2pshard.models.groups import LAYOUTS, GroupLayout, grouped_as, has_groups
 from p2pshard.models.manifest import TensorEntry
 from p2pshard_node.engine.groups.repack import GroupRows, repack
 from p2pshard_node.engine.source import TensorSource
@@ -254,7 +254,7 @@ class _GgufWeights(Weights):
         """
         part, *others = self._find(name)
         entry = self._source.entry(part.name)
-        if others or len(entry.shape) != 2:
+        if others or len(entry.shape) != 2 or entry.dtype not in LAYOUTS:
             return None
         _rows((first, end), entry.shape, name)
         if not part.heads:

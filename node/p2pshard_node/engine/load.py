@@ -14,11 +14,13 @@ from p2pshard.errors import ModelCorrupt, UnsupportedModel
 from p2pshard.models.groups import LANES, GroupLayout, grouped_as
 from p2pshard_node.engine import compat
 from p2pshard_node.engine.build import StageModules
+from p2pshard_node.engine.groups.check import check_exact
 from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear
 from p2pshard_node.engine.groups.make import make_groups
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.groups.repack import GroupRows
-from p2pshard_node.engine.quant import Int8Linear, WideEmbedding, row_blocks
+from p2pshard_node.engine.quant import Int8Linear, WideEmbedding, row_blocks, takes_two_rows
+from p2pshard_node.engine.quant import check_exact as check_int8
 
 __all__ = ["Weights", "load_weights", "weight_bytes"]
 
@@ -152,7 +154,7 @@ class _Loader:
         """Give a tied head the embedding's table."""
         table, head = self.modules.base.embed_tokens, self.model.lm_head
         if isinstance(table, GroupEmbedding):
-            self.model.lm_head = GroupLinear(table.matrices, head.bias, wide=True)
+            self.model.lm_head = self._linear(table.table, "lm_head", head.bias)
         else:
             head.weight = table.weight
 
@@ -183,11 +185,12 @@ class _Loader:
         if layout is not None and target == self.embedding:
             self._replace(path, GroupEmbedding(owner, self._matrix(layout, rows, shape, source)))
         elif layout is not None:
-            grouped = self._matrix(layout, rows, shape, source)
-            self._replace(path, GroupLinear((grouped,), cast("nn.Parameter | None", owner.bias), wide=True))
+            self._replace(path, self._linear(self._matrix(layout, rows, shape, source), path, owner.bias))
         elif matrix and (self.int8 or self.int4):
+            check_int8()
             bias = cast("nn.Parameter | None", owner.bias)
-            self._replace(path, Int8Linear(partial(rows, dtype=torch.float32), shape[0], shape[1], bias))
+            read = partial(rows, dtype=torch.float32)
+            self._replace(path, Int8Linear(read, shape[0], shape[1], bias, two_rows=takes_two_rows(path)))
         else:
             # float32 products of one token run a third faster over columns; the values are the same
             by_columns = (
@@ -209,6 +212,11 @@ class _Loader:
             size *= n
         self.done += size
         self.progress(min(self.done, self.total), self.total)
+
+    def _linear(self, matrix: GroupMatrix, path: str, bias: object) -> GroupLinear:
+        wide = takes_two_rows(path)
+        check_exact(matrix.layout, wide)
+        return GroupLinear((matrix,), cast("nn.Parameter | None", bias), wide=wide)
 
     def _replace(self, path: str, module: nn.Module) -> None:
         parent, _, name = path.rpartition(".")

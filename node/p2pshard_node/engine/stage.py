@@ -21,6 +21,7 @@ from p2pshard_node.engine.fused.recognise import recognise
 from p2pshard_node.engine.fused.runner import FusedStage
 from p2pshard_node.engine.fused.structure import Unrecognised
 from p2pshard_node.engine.fused.tiles import has_dot_instruction
+from p2pshard_node.engine.groups.features import target_features
 from p2pshard_node.engine.heap import returned_at_once
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.load import Weights, load_weights, weight_bytes
@@ -34,12 +35,13 @@ __all__ = ["Row", "StageModel", "StepBatch"]
 
 log = logging.getLogger(__name__)
 
-#: Name → dtype of the hidden state, keys and values. Weights have the same, but with ``int8``.
+#: Name → dtype of the hidden state, keys and values. Weights have the same, but with ``int8`` and ``int4``.
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.float32,
+    "int4": torch.float32,
 }
 
 
@@ -94,6 +96,8 @@ class StageModel:
             dot = "avx512-vnni" if has_dot_instruction() else "integer"
             self.kernels = f"plain w8a8 numba {dot}"
             self._fuse(f"fused w8a8 numba {dot}")
+        elif dtype == "int4":
+            self.kernels = f"plain groups numba {target_features().dot}"
 
     # -- loading ------------------------------------------------------------------------------------
     @classmethod
@@ -161,7 +165,14 @@ class StageModel:
         if dtype == "int8":
             prepare()
         with returned_at_once():
-            load_weights(modules, weights(), int8=dtype == "int8", device=device, progress=progress)
+            load_weights(
+                modules,
+                weights(),
+                int8=dtype == "int8",
+                int4=dtype == "int4",
+                device=device,
+                progress=progress,
+            )
         finish(modules, device)
         if dtype == "int8":
             check_exact()
