@@ -9,6 +9,7 @@ import click
 
 from p2pshard.client import PlanOptions
 from p2pshard.config import parse_address
+from p2pshard.planning.plan import WIRES
 
 __all__ = ["Address", "LayerPin", "json_flag", "node_flag", "plan_flags", "plan_options", "sampling_flags"]
 
@@ -112,6 +113,14 @@ def plan_flags(function: F) -> F:
                 "--nodes", type=click.IntRange(min=1), help="Use so many nodes. Default: the fewest that fit."
             ),
             click.option("--exclude", metavar="NODE", multiple=True, help="Leave a node out; repeatable."),
+            click.option(
+                "--wire",
+                type=click.Choice(("auto", *WIRES)),
+                default="auto",
+                show_default=True,
+                help="How hidden states travel between nodes: raw float32, or rounded to 16 or 8 bits for slow "
+                "links (the plan is then tolerant); auto: by what each link carries.",
+            ),
         )
     ):
         function = option(function)
@@ -125,13 +134,20 @@ def plan_options(
     layers: tuple[tuple[str, tuple[int, int]], ...],
     nodes: int | None,
     exclude: tuple[str, ...],
+    wire: str,
 ) -> PlanOptions:
     """The flags of `plan_flags` as options of the client. A node pinned twice is wrong usage."""
     pins = dict(layers)
     if len(pins) != len(layers):
         raise click.UsageError("--layers names a node twice; a node holds one contiguous run of layers")
     return PlanOptions(
-        context=context, concurrency=concurrency, dtype=dtype, layers=pins, nodes=nodes, exclude=list(exclude)
+        context=context,
+        concurrency=concurrency,
+        dtype=dtype,
+        layers=pins,
+        nodes=nodes,
+        exclude=list(exclude),
+        wire=wire,
     )
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "say_unreachable",
     "show_refusal",
     "terms_table",
+    "wire_lines",
 ]
 
 console = Console(highlight=False)
@@ -95,6 +96,25 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
                 ),
             )
     return table
+
+
+def wire_lines(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
+    """For each edge whose hidden states do not travel raw: what that helps and what it costs."""
+    lines = []
+    for row in rows:
+        if row["wire"] == "raw":
+            continue
+        pair = " -> ".join(names.get(node, node[:12]) for node in (row["from"], row["to"]))
+        gain = ""
+        if row["prefill_ms"] is not None:
+            gain = (
+                f"; {row['prefill_tokens']:,} prompt tokens take its {row['bandwidth_mbps']:,.0f} Mbit/s "
+                f"{row['prefill_ms'] / 1e3:.1f} s, not {row['raw_prefill_ms'] / 1e3:.1f} s"
+            )
+        lines.append(
+            f"{pair}: hidden states as {row['wire']}, about {row['error_percent']:g} % off each{gain}"
+        )
+    return lines
 
 
 def terms_table(terms: Sequence[Mapping[str, Any]]) -> Table:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from p2pshard.cli.options import json_flag, node_flag, plan_flags, plan_options
-from p2pshard.cli.output import console, console_err, plan_table, print_json, show_refusal
+from p2pshard.cli.output import console, console_err, plan_table, print_json, show_refusal, wire_lines
 from p2pshard.client import Client
 
 __all__ = ["command"]
@@ -30,7 +30,10 @@ def command(model: str, nodes_at: tuple[str, ...], as_json: bool, **flags: Any) 
         if as_json:
             print_json(result.json)
         elif result.plan:
-            console.print(plan_table(result.plan, client.status().names()))
+            names = client.status().names()
+            console.print(plan_table(result.plan, names))
+            for line in wire_lines(result.json.get("wires") or (), names):
+                console.print(line, markup=False, highlight=False)
     if result.fits:
         return 0
     if not as_json:

@@ -33,6 +33,8 @@ class PlanOptions(TypedDict, total=False):
     """Pinned layers by node name or id, first and last inclusive."""
     exclude: Sequence[str]
     """Names or ids of nodes to leave out."""
+    wire: str
+    """How hidden states travel between nodes: ``auto`` (by what each link carries), ``raw``, ``bf16`` or ``q8``."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -77,6 +79,7 @@ def settings_json(
     nodes: int | None = None,
     layers: Mapping[str, tuple[int, int]] | None = None,
     exclude: Sequence[str] = (),
+    wire: str = "auto",
 ) -> str:
     """The settings that `plan` and `deploy` send; checked by the node."""
     return json.dumps(
@@ -87,6 +90,7 @@ def settings_json(
             "nodes": nodes,
             "layers": {node: list(span) for node, span in (layers or {}).items()},
             "exclude": list(exclude),
+            "wire": wire,
         }
     )
 

@@ -15,7 +15,10 @@ from typing import Any
 from p2pshard.errors import ProtocolError
 from p2pshard.transport.generated import plan_pb2
 
-__all__ = ["Epoch", "Plan", "Rank", "Replica", "Stage"]
+__all__ = ["WIRES", "Epoch", "Plan", "Rank", "Replica", "Stage"]
+
+WIRES = ("raw", "bf16", "q8")
+"""Forms of hidden states between stages, by what they lose: see `transport.codecs`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -59,6 +62,8 @@ class Stage:
     embedding: bool
     head: bool
     ranks: tuple[Rank, ...]
+    wire: str = "raw"
+    """One of `WIRES`: how hidden states leave it. Only a ``tolerant`` plan has others than ``raw``."""
 
     @property
     def node(self) -> str:
@@ -125,6 +130,13 @@ class Plan:
                     )
                 if stage.embedding != (first == 0) or stage.head != (last == self.layers - 1):
                     raise ProtocolError(f"plan's stage {index} has its embedding or head in the wrong place")
+                if stage.wire not in WIRES:
+                    raise ProtocolError(
+                        f"plan's stage {index} sends hidden states as {stage.wire[:40]!r}; "
+                        f"this build knows {', '.join(WIRES)}"
+                    )
+                if stage.wire != "raw" and (stage.head or self.numerics == "invariant"):
+                    raise ProtocolError(f"plan's stage {index} may not send hidden states as {stage.wire}")
                 following = last + 1
             if following != self.layers:
                 raise ProtocolError(f"plan covers {following} of {self.layers} layers")
@@ -139,8 +151,16 @@ class Plan:
 
     # -- JSON -----------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and dicts; `from_json` is its inverse."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+        """Plain lists and dicts; `from_json` is its inverse.
+
+        ``wire`` is left out where it is ``raw``, so that the digest is that of builds which know no other.
+        """
+        value: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        for replica in value["replicas"]:
+            for stage in replica["stages"]:
+                if stage["wire"] == "raw":
+                    del stage["wire"]
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
@@ -156,6 +176,7 @@ class Plan:
                             ranks=tuple(
                                 Rank(**{**r, "experts": tuple(r.get("experts", ()))}) for r in s["ranks"]
                             ),
+                            wire=str(s.get("wire", "raw")),
                         )
                         for s in r["stages"]
                     )
@@ -179,6 +200,7 @@ class Plan:
                             embedding=s.embedding,
                             head=s.head,
                             ranks=[plan_pb2.Rank(**asdict(r)) for r in s.ranks],
+                            wire="" if s.wire == "raw" else s.wire,
                         )
                         for s in replica.stages
                     ]
@@ -214,6 +236,7 @@ class Plan:
                                 )
                                 for r in s.ranks
                             ),
+                            wire=s.wire or "raw",
                         )
                         for s in replica.stages
                     )

@@ -12,6 +12,7 @@ from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
 from p2pshard.planning.settings import Settings
 from p2pshard.planning.solver import make_plan
+from p2pshard.planning.wire import wire_rows
 
 __all__ = ["plan_model", "plan_reply"]
 
@@ -42,10 +43,12 @@ def plan_reply(
     settings: Settings,
     epoch: Epoch,
 ) -> dict[str, Any]:
-    """The answer of ``p2pshard plan``: ``{fits, plan, shortfall_bytes, suggestions, terms, message}``.
+    """The answer of ``p2pshard plan``: ``{fits, plan, shortfall_bytes, suggestions, terms, message,
+    wires}``, the last as `wire_rows` gives them.
 
     Raises `InvalidRequest` and `ModelCorrupt` as `plan_model` does.
     """
+    links = tuple(links)
     try:
         plan = plan_model(nodes, manifest, name, links, settings, epoch)
     except DoesNotFit as error:
@@ -57,4 +60,5 @@ def plan_reply(
         "suggestions": [],
         "terms": [],
         "message": "",
+        "wires": wire_rows(plan, links, profile_model(manifest, plan.dtype, name).hidden),
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from p2pshard.errors import InvalidRequest
 from p2pshard.json_text import parse_json
+from p2pshard.planning.plan import WIRES
 
 __all__ = ["DTYPES", "Pin", "Settings"]
 
@@ -45,6 +46,8 @@ class Settings:
     layers: tuple[Pin, ...] = ()
     exclude: tuple[str, ...] = ()
     """Names or ids of nodes that get nothing."""
+    wire: str = "auto"
+    """How hidden states travel between stages: ``raw``, ``bf16``, ``q8``, or by what each link carries."""
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Settings:
@@ -75,6 +78,12 @@ class Settings:
             raise InvalidRequest(
                 f"dtype is {_shown(dtype)}; it must be one of {', '.join(DTYPES)}", field="dtype"
             )
+        wire = value.get("wire")
+        wire = "auto" if wire is None else wire
+        if wire not in ("auto", *WIRES):
+            raise InvalidRequest(
+                f"wire is {_shown(wire)}; it must be one of auto, {', '.join(WIRES)}", field="wire"
+            )
         return cls(
             context=_optional(value, "context", _MAX_CONTEXT),
             concurrency=_optional(value, "concurrency", _MAX_CONCURRENCY) or 1,
@@ -82,6 +91,7 @@ class Settings:
             nodes=_optional(value, "nodes", _MAX_NODES),
             layers=_pins(value.get("layers")),
             exclude=_names(value.get("exclude")),
+            wire=wire,
         )
 
     def to_json(self) -> str:
@@ -94,6 +104,7 @@ class Settings:
                 "nodes": self.nodes,
                 "layers": {pin.node: [pin.first, pin.last] for pin in self.layers},
                 "exclude": list(self.exclude),
+                "wire": self.wire,
             },
             sort_keys=True,
         )

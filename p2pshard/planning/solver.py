@@ -24,6 +24,7 @@ from p2pshard.planning.ordering import Capacity, Problem, balance, find_order
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.planning.profiles import LinkProfile, ModelProfile, NodeBudget
 from p2pshard.planning.settings import Settings
+from p2pshard.planning.wire import with_wires
 
 __all__ = [
     "LEAST_CONTEXT",
@@ -96,7 +97,7 @@ def make_plan(
         from p2pshard.planning.shortfall import refusal  # it asks "what if" of this module
 
         raise refusal(cluster, nodes, model, links, settings, smaller)
-    return _plan(found, cluster, model, epoch)
+    return with_wires(_plan(found, cluster, model, epoch), settings.wire, links, model.hidden)
 
 
 def choose_candidates(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from p2pshard.planning.plan import Plan
+from p2pshard.planning.wire import with_wires
 from tests.attack import attack
 from tests.tiny import reference_tokens, write_tiny_llama
 from tests.worker_lab import Gateway, make_plan, ring
@@ -332,3 +333,26 @@ async def test_ten_thousand_mutations_against_the_data_port_harm_nobody(
         assert all(b - a < 64 << 20 for a, b in zip(before, after, strict=True)), (before, after)
         assert not any(e["ev"] == "edge_lost" for w in r.workers for e in w.events)
         await r.idle()
+
+
+@pytest.mark.parametrize(("wire", "most"), [("bf16", 0.05), ("q8", 0.25)])
+async def test_rounded_hidden_states_keep_logprobs_near(
+    model: Path, tmp_path: Path, wire: str, most: float
+) -> None:
+    """The first token's logprobs of eight prompts, over three stages: within `most` of raw, and not equal to it."""
+
+    async def first_tokens(how: str) -> list[dict[int, float]]:
+        def plan_of(manifest: str, layers: int) -> Plan:
+            return with_wires(make_plan(manifest, layers, 3), how, [], 64)
+
+        folder = tmp_path / how
+        folder.mkdir()
+        async with ring(model, folder, plan_of) as r, r.gateway() as gateway:
+            for i, prompt in enumerate(PROMPTS):
+                await gateway.generate(f"r{i}", prompt, 1, logprobs=20)
+            return [{t.id: t.logprob for t in gateway.logprobs[f"r{i}"][0].top} for i in range(len(PROMPTS))]
+
+    raw, rounded = await first_tokens("raw"), await first_tokens(wire)
+    gaps = [abs(a[i] - b[i]) for a, b in zip(raw, rounded, strict=True) for i in a.keys() & b.keys()]
+    assert len(gaps) > 10 * len(PROMPTS)
+    assert 0 < max(gaps) < most, max(gaps)

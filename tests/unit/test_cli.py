@@ -85,14 +85,14 @@ def test_run_streams_the_answer_and_nothing_else_to_standard_output(cli, node: F
 def test_run_passes_its_flags_on(cli, node: FakeNode) -> None:
     flags = (
         "--raw --max-tokens 7 --temperature 0.5 --top-p 0.9 --seed 3 --stop END --dtype float32 "
-        "--context 512 --concurrency 2 --layers a=0-9 --layers b=10-29 --nodes 2 --exclude c"
+        "--context 512 --concurrency 2 --layers a=0-9 --layers b=10-29 --nodes 2 --exclude c --wire bf16"
     )
     code, _, _ = cli("run", "tiny", "hello", *flags.split())
     assert code == 0
     deploy = next(r for r in node.asked if hasattr(r, "settings_json"))
     assert json.loads(deploy.settings_json) == {
         "context": 512, "concurrency": 2, "dtype": "float32", "nodes": 2,
-        "layers": {"a": [0, 9], "b": [10, 29]}, "exclude": ["c"],
+        "layers": {"a": [0, 9], "b": [10, 29]}, "exclude": ["c"], "wire": "bf16",
     }  # fmt: skip
     asked = node.asked[-1]
     assert (asked.prompt, asked.max_tokens, asked.sampling.temperature, asked.sampling.top_p) == (

@@ -26,10 +26,11 @@ def test_everything_round_trips() -> None:
             "nodes": 2,
             "layers": {"b": [12, 29], "a": [0, 11]},
             "exclude": ["z", "c", "c"],
+            "wire": "q8",
         }
     )
     parsed = Settings.from_json(text)
-    assert parsed == Settings(4096, 3, "int8", 2, (Pin("a", 0, 11), Pin("b", 12, 29)), ("c", "z"))
+    assert parsed == Settings(4096, 3, "int8", 2, (Pin("a", 0, 11), Pin("b", 12, 29)), ("c", "z"), "q8")
     assert Settings.from_json(parsed.to_json()) == parsed
     assert Settings.from_json(Settings().to_json()) == Settings()
 

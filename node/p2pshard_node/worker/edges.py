@@ -44,6 +44,8 @@ class EdgeTerms:
     limits: Limits
     invariant: bool
     """The plan demands equal fingerprints."""
+    wire: str = "raw"
+    """Codec of the hidden states that we send."""
 
 
 def check_hello(terms: EdgeTerms, frame: Frame, *, stage: int, edge: str) -> None:
@@ -192,7 +194,7 @@ class EdgeClient:
         while True:
             frame = await self._queue.get()
             try:
-                for message in encode(frame):
+                for message in encode(frame, wire=self._terms.wire):
                     await call.write(message)
             except grpc.aio.AioRpcError as error:
                 return error_of(error).message

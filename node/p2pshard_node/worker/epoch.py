@@ -63,7 +63,9 @@ class ActiveEpoch:
         self._incoming: IncomingEdge | None = None
         edge = "back" if index == self._last else "forward"
         hello = Hello(deployment, plan.digest(), plan.manifest, fingerprint, instance, index, edge)
-        self.terms = EdgeTerms(plan.epoch, hello, limits, plan.numerics == "invariant")
+        self.terms = EdgeTerms(
+            plan.epoch, hello, limits, plan.numerics == "invariant", plan.stages[index].wire
+        )
         self.loop = StepLoop(
             executor, thread, depth=window, on_result=self._on_result, on_error=self._on_contradiction
         )

@@ -45,7 +45,15 @@ class Limits:
 
     @classmethod
     def of(cls, plan: Plan, *, hidden_size: int, vocab_size: int) -> Limits:
-        return cls(plan.chunk_tokens, hidden_size, vocab_size, plan.blocks, plan.context, len(plan.stages))
+        return cls(
+            plan.chunk_tokens,
+            hidden_size,
+            vocab_size,
+            plan.blocks,
+            plan.context,
+            len(plan.stages),
+            tuple(sorted({stage.wire for stage in plan.stages if not stage.head})),
+        )
 
     @property
     def sequences(self) -> int:

@@ -101,12 +101,15 @@ class Stage(_message.Message):
     EMBEDDING_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     first_layer: _builtins.int
     """inclusive"""
     last_layer: _builtins.int
     """inclusive"""
     embedding: _builtins.bool
     head: _builtins.bool
+    wire: _builtins.str
+    """form in which hidden states leave it: "bf16" or "q8"; empty: raw float32"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rank]: ...
     def __init__(
@@ -117,10 +120,11 @@ class Stage(_message.Message):
         embedding: _builtins.bool = ...,
         head: _builtins.bool = ...,
         ranks: _abc.Iterable[Global___Rank] | None = ...,
+        wire: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "first_layer", b"first_layer", "head", b"head", "last_layer", b"last_layer", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "first_layer", b"first_layer", "head", b"head", "last_layer", b"last_layer", "ranks", b"ranks", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
