@@ -151,6 +151,9 @@ class Ring:
                 "deployment": DEPLOYMENT,
                 "epoch": [self.plan.epoch.n, self.plan.epoch.proposer],
                 "digest": self.plan.digest(),
+                "numerics": self.plan.measured(
+                    (e["numerics"], e["fingerprint"]) for e in self.loaded
+                ).numerics,
                 "next": ["127.0.0.1", following] if following else None,
                 "back": ["127.0.0.1", self.ports[0]] if index == last and last > 0 else None,
             }

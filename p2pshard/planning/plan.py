@@ -1,15 +1,16 @@
 """The plan: which node holds which layers. A value; the same everywhere it is shown or sent.
 
 Frozen dataclasses for the pure code, with the protobuf message and the JSON of ``plan``, ``status``
-and ``run`` derived from them. The digest covers everything, so equal digests mean equal plans.
+and ``run`` derived from them. The digest covers all that is decided, so equal digests mean equal plans; not
+``numerics``, which is expected when the plan is made and measured when its stages are loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from p2pshard.errors import ProtocolError
@@ -144,10 +145,23 @@ class Plan:
             raise ProtocolError("plan has a size below 1")
 
     def digest(self) -> str:
-        """Hex sha256 of the canonical JSON."""
-        return hashlib.sha256(
-            json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()
+        """Hex sha256 of the canonical JSON without ``numerics``."""
+        value = self.to_json()
+        del value["numerics"]
+        return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def measured(self, stages: Iterable[tuple[str, str]]) -> Plan:
+        """The plan with the ``numerics`` of its loaded stages, each ``(numerics, fingerprint)``.
+
+        ``invariant`` when every stage is, all their kernels give equal bits, and hidden states cross unrounded.
+        """
+        found = set(stages)
+        invariant = (
+            len(found) == 1
+            and all(numerics == "invariant" and fingerprint for numerics, fingerprint in found)
+            and all(stage.wire == "raw" for stage in self.stages)
+        )
+        return replace(self, numerics="invariant" if invariant else "tolerant")
 
     # -- JSON -----------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:

@@ -39,6 +39,8 @@ __all__ = [
 
 LEAST_CONTEXT = 8192
 """Without a context asked for: at least this, or the model's maximum if that is less."""
+_INVARIANT = ("int8",)
+"""Dtypes whose kernels are expected to give a row the same bits wherever and beside whatever it is computed."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def _plan(found: Fit, cluster: Cluster, model: ModelProfile, epoch: Epoch) -> Pl
     plan = Plan(
         replicas=(Replica(stages),),
         epoch=epoch,
-        numerics="tolerant",
+        numerics="invariant" if model.dtype in _INVARIANT else "tolerant",
         manifest=model.manifest,
         model=model.name,
         dtype=model.dtype,

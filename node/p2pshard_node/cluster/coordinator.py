@@ -277,7 +277,8 @@ class Coordinator:
                 self._set(deployment, "loading", plan=plan, endpoints=[])
                 endpoints = await self._prepare(row, proposal, attempt)
             ordered = [e for _, e in sorted((e.stage, e) for e in endpoints.values())] if endpoints else []
-            self._set(deployment, "loading", "connecting the stages", plan=proposal.plan, endpoints=ordered)
+            measured = proposal.plan.measured((e.numerics, e.fingerprint) for e in ordered)
+            self._set(deployment, "loading", "connecting the stages", plan=measured, endpoints=ordered)
             await self._commit(deployment, proposal, ordered)
             try:
                 async with asyncio.timeout(READY_S):
@@ -290,7 +291,7 @@ class Coordinator:
                 ) from None
             self._failures.pop(deployment, None)
             self._served.add(deployment)
-            self._set(deployment, "ready", plan=proposal.plan, endpoints=ordered)
+            self._set(deployment, "ready", plan=measured, endpoints=ordered)
         except P2PShardError as error:
             if proposal is not None and not isinstance(error, Conflict):
                 self._spoilt[deployment] = max(

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,7 @@ class Member:
             actual_kv_bytes=int(event.get("kv_bytes", 0)),
             actual_base_bytes=int(event.get("base_bytes", 0)),
             fingerprint=str(event.get("fingerprint", "")),
+            numerics=str(event.get("numerics", "tolerant")),
         )
 
     # -- commit, abort, questions
@@ -252,8 +254,9 @@ class Member:
             epoch = Epoch(request.epoch.n, request.epoch.proposer)
             record, changed = agreement.commit(self._ledger.get(request.deployment), epoch, request.digest)
             assert record.plan is not None, "what is loaded has a plan"
-            message = self._activation(record.plan, request)
-            self._ledger.put(record)
+            plan = record.plan.measured((e.numerics, e.fingerprint) for e in request.endpoints)
+            message = self._activation(plan, request)
+            self._ledger.put(replace(record, plan=plan))
             self._loads.pop(request.deployment, None)
             if changed:
                 self._supervisor.activate(request.deployment, message)
@@ -279,6 +282,7 @@ class Member:
             "deployment": request.deployment,
             "epoch": [plan.epoch.n, plan.epoch.proposer],
             "digest": request.digest,
+            "numerics": plan.numerics,
             "next": target(index + 1) if index < last else None,
             "back": target(0) if index == last and last > 0 else None,
         }

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -195,7 +195,7 @@ class WorkerProcess:
         if self._active is not None:
             return  # a COMMIT sent again
         self._active = ActiveEpoch(
-            plan,
+            replace(plan, numerics=str(message["numerics"])),
             loaded.index,
             deployment=loaded.deployment,
             instance=self._instance,
