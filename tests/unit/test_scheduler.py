@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from p2pshard_node.scheduling.scheduler import Scheduler
+from p2pshard_node.scheduling.scheduler import SHARED_CHUNK, Scheduler
 from p2pshard_node.scheduling.step import Request, Step, StepRow
 
 from p2pshard.errors import ContextExceeded, Overloaded
@@ -459,9 +459,9 @@ TestAnyOrder = SchedulerMachine.TestCase
 @pytest.mark.parametrize("decoding", [1, 4, 9])
 def test_a_long_prompt_adds_the_time_of_one_chunk_to_a_token(stages_count: int, decoding: int) -> None:
     """Stages as a pipeline on a clock of their own: a token costs 1 a stage, a step 2 beside."""
-    chunk, blocks = 64, 4096
-    scheduler = Scheduler(blocks=blocks, block_size=16, chunk_tokens=chunk, window=stages_count, context=8192)
-    stages = Stages(scheduler, blocks, 16, chunk)
+    blocks = 4096
+    scheduler = Scheduler(blocks=blocks, block_size=16, chunk_tokens=256, window=stages_count, context=8192)
+    stages = Stages(scheduler, blocks, 16, 256)
     for sequence in range(1, decoding + 1):
         scheduler.add(Request(sequence, (sequence,), 400))
     free_at = [0.0] * stages_count
@@ -485,8 +485,9 @@ def test_a_long_prompt_adds_the_time_of_one_chunk_to_a_token(stages_count: int, 
     assert len(gaps) > 100
     # A token's step holds one chunk at most, and takes the time of that through all stages. Only where the
     # prompt comes in may it also find chunks of the steps before it on the first stage, once.
-    chunk_time = stages_count * (2 + chunk)
-    assert max(gaps) <= chunk_time + (stages_count - 1) * (2 + chunk)
+    step = 2 + decoding + SHARED_CHUNK
+    chunk_time = stages_count * step
+    assert max(gaps) <= chunk_time + (stages_count - 1) * step
     assert sum(gap > chunk_time for gap in gaps) <= decoding
 
 

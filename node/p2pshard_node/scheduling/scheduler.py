@@ -32,6 +32,9 @@ __all__ = ["Scheduler"]
 
 MIN_GROUP = 4
 """Decode rows that share a step before another is opened for more: fewer cost about as much."""
+SHARED_CHUNK = 64
+"""Prompt tokens of a step while other sequences wait for their next token: it comes no later than so many tokens take
+on each stage. Kernels take prompts in tiles of as many, so that larger steps would hardly be faster."""
 GROWTH_BLOCKS = 4
 """That each running sequence must be able to take before another is admitted; doubled for one each time it
 lost its blocks, so that this happens seldom, and never for ever."""
@@ -188,7 +191,10 @@ class Scheduler:
         reading = (bool(self._prefill) or self._admit()) and (self._chunk > 1 or not self._prefilled)
         decodes = self._decode_rows(keep=int(reading))
         used = sum(len(row.token_ids) for row in decodes)
-        rows = (*decodes, *self._prefill_rows(self._chunk - used, self._max_samples - used))
+        budget = self._chunk - used
+        if len(self._running) > len(self._prefill):
+            budget = min(budget, SHARED_CHUNK)
+        rows = (*decodes, *self._prefill_rows(budget, self._max_samples - used))
         freed, self._freed = tuple(self._freed), []
         if not rows and not freed:
             return None
