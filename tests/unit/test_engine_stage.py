@@ -241,8 +241,8 @@ def test_missing_and_misshapen_tensors(folder: Path) -> None:
 
 
 def test_wrong_settings(folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match="int4"):
-        load(DirectoryWeights(folder), LLAMA, (0, 2), 6, dtype="int4")
+    with pytest.raises(InvalidRequest, match="int3"):
+        load(DirectoryWeights(folder), LLAMA, (0, 2), 6, dtype="int3")
     with pytest.raises(InvalidRequest, match="layers 4-6 of a model of 6"):
         load(DirectoryWeights(folder), LLAMA, (4, 6), 6)
     with pytest.raises(InvalidRequest, match="0 blocks"):
