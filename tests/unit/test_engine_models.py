@@ -81,6 +81,7 @@ def test_three_stages_equal_transformers(
     assert (got.argmax(1) == want.argmax(1)).all()
 
 
+@pytest.mark.slow
 def test_int8_and_bfloat16_stay_near_float32(tmp_path: Path) -> None:
     path = model_file("smollm2-135m-instruct.gguf")
     prompt = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198]

@@ -78,6 +78,7 @@ def child(processor: str, flags: str) -> tuple[str, str]:
     return dot, digest
 
 
+@pytest.mark.slow  # every path is compiled anew
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_path_gives_the_bits_of_this_processor(name: str) -> None:
     processor, flags = TARGETS[name]
