@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from p2pshard.errors import Internal
-from p2pshard_node.engine.fused.layers import TILE, linear
+from p2pshard_node.engine.fused.ends import linear
+from p2pshard_node.engine.fused.phases import TILE
 from p2pshard_node.engine.fused.product import MATRIX
+from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.fused.tiles import PANEL
 from p2pshard_node.engine.fused.vectors import LANES
 
@@ -86,6 +88,7 @@ class Int8Linear(nn.Module):
             target.copy_(fours.view(-1, PANEL, self._width // 4).transpose(1, 2))
         self._matrix: np.ndarray | None = None
         self._bias_N: torch.Tensor | None = None
+        self._team = team(torch.get_num_threads())
 
     @property
     def nbytes(self) -> int:
@@ -124,8 +127,11 @@ class Int8Linear(nn.Module):
         y_TN = x.new_empty(len(x_TK), self.out_features)
         rows = min(TILE, len(x_TK)) * (1 + self.two_rows)
         q = np.empty((rows, self._width), np.int8)
-        sums, scales, scratch = np.empty(rows, np.int32), np.empty(rows, np.float32), np.empty(256, np.int32)
-        if not linear(x_TK.numpy(), self.matrix, y_TN.numpy(), q, sums, scales, scratch):
+        sums, scales = np.empty(rows, np.int32), np.empty(rows, np.float32)
+        scratches = np.empty((self._team.threads, 256), np.int32)
+        work = Work(self.out_features * self._width, 1, len(x_TK))
+        given, out = x_TK.numpy(), y_TN.numpy()
+        if not self._team.call(work, linear, given, self.matrix, out, q, sums, scales, scratches):
             y_TN.fill_(float("nan"))
         return y_TN.view(*x.shape[:-1], self.out_features)
 

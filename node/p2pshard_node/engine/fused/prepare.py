@@ -12,11 +12,12 @@ import sys
 
 import numpy as np
 
-from p2pshard_node.engine.fused import layers
+from p2pshard_node.engine.fused import ends, layers
 from p2pshard_node.engine.fused.cache import FOLDER
 from p2pshard_node.engine.fused.norm import NORM
 from p2pshard_node.engine.fused.product import MATRIX
 from p2pshard_node.engine.fused.rotary import angles
+from p2pshard_node.engine.fused.tickets import alone
 
 __all__ = ["compile_all", "prepare"]
 
@@ -50,26 +51,25 @@ def compile_all() -> None:
 
     rows, table, none = np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
     matrix, norm = np.zeros((0, 7), MATRIX), np.zeros((0, 6), NORM)
-    cos, sums, scratch, q = (
-        floats(1, 0, 16),
-        np.zeros(0, np.int32),
-        np.zeros(0, np.int32),
-        np.zeros((0, 0), np.int8),
-    )
-    work, zero = floats(0), np.float32(0)
-    layers.places(rows, table, 16, none, none)
+    cos, sums, q = floats(1, 0, 16), np.zeros(0, np.int32), np.zeros((0, 0), np.int8)
+    zero, crew, ranks = np.float32(0), alone(), floats(1, 0)
+    scratches, blocks = np.zeros((1, 0), np.int32), np.zeros((1, 0), np.int64)
+    scales = floats(0)
+    ends.places(rows, table, 16, none, none)
     angles(none, floats(1, 16), floats(1), cos, cos)
     layers.run_layers(
-        np.zeros(0, layers.LAYER), matrix, norm, floats(0, 16), rows, table, 16, none, cos, cos,
-        floats(0, 16), floats(0, 16), floats(0, 16), floats(0, 16), work, q, sums, work, scratch, work, work,
+        crew, np.zeros(0, layers.LAYER), matrix, norm, floats(0, 16), rows, table, 16, none, cos, cos,
+        floats(0, 16), floats(0, 16), floats(0, 16), floats(0, 16), q, sums, scales,
+        ranks, scratches, ranks, blocks, ranks,
     )  # fmt: skip
     one_norm, one_matrix = np.zeros(1, NORM), np.zeros(1, MATRIX)
-    layers.head(
-        floats(0, 16), none, one_norm, one_matrix, floats(0, 16), zero, zero, work, q, sums, work, scratch
-    )
-    layers.linear(floats(0, 16), one_matrix, floats(0, 16), q, sums, work, scratch)
-    layers.embed(0, none, zero, floats(0, 16))
-    layers.all_finite(floats(0, 16))
+    ends.head(
+        crew, floats(0, 16), none, one_norm, one_matrix, floats(0, 16), zero, zero,
+        q, sums, scales, ranks, scratches,
+    )  # fmt: skip
+    ends.linear(crew, floats(0, 16), one_matrix, floats(0, 16), q, sums, scales, scratches)
+    ends.embed(0, none, zero, floats(0, 16))
+    ends.all_finite(floats(0, 16))
 
 
 if __name__ == "__main__":

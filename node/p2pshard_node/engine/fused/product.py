@@ -29,7 +29,7 @@ from p2pshard_node.engine.fused.vectors import (
     total_int,
 )
 
-__all__ = ["MATRIX", "multiply", "quantise"]
+__all__ = ["MATRIX", "multiply", "panels_of", "quantise"]
 
 #: A matrix in memory: addresses of its panels (uint8), scales (float32 [outputs]) and bias (float32 [outputs], 0:
 #: none), and whether its input has two rows a token.
@@ -73,17 +73,33 @@ def quantise(x: Any, at: int, width: int, wide: int, q: Any, sums: Any, scales: 
 
 
 @njit
+def panels_of(matrix: Any) -> int:
+    return (matrix.outputs + PANEL - 1) // PANEL
+
+
+@njit
 def multiply(
-    matrix: Any, q: Any, sums: Any, scales: Any, tokens: int, y: Any, stride: int, column: int, scratch: Any
+    matrix: Any,
+    start: int,
+    end: int,
+    q: Any,
+    sums: Any,
+    scales: Any,
+    tokens: int,
+    y: Any,
+    stride: int,
+    column: int,
+    scratch: Any,
 ) -> None:
-    """Columns from `column` on of the float32 rows `y` (`stride` apart): the product with rows of `quantise`.
+    """Outputs of panels [start, end), in columns from `column` on of the float32 rows `y` (`stride` apart): the
+    product with rows of `quantise`.
 
     `scratch`: int32 [256].
     """
-    width, outputs, wide = matrix.inputs, matrix.outputs, matrix.wide
+    width, outputs, wide = matrix.inputs, min(matrix.outputs, end * PANEL), matrix.wide
     rows = tokens * (1 + wide)
     address, work = q.ctypes.data, scratch.ctypes.data
-    for first in range(0, outputs, PANEL):
+    for first in range(start * PANEL, outputs, PANEL):
         panel = matrix.panels + first * width
         count = min(PANEL, outputs - first)
         row = 0

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from p2pshard_node.engine.fused import layers as kernels
-from p2pshard_node.engine.fused.layers import TILE
+from p2pshard_node.engine.fused import ends
+from p2pshard_node.engine.fused.layers import run_layers, state_size
+from p2pshard_node.engine.fused.phases import TILE
 from p2pshard_node.engine.fused.rotary import angles
+from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.fused.vectors import LANES
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.placement import Placement
@@ -37,7 +39,7 @@ class Head:
 
 
 class FusedStage:
-    """Tables of addresses, and the scratch of a step.
+    """Tables of addresses, the scratch of a step, and the threads that work on it: as many as torch has.
 
     `owners`: whatever the tables' addresses point into. Not to be used from two threads at once.
     """
@@ -65,14 +67,18 @@ class FusedStage:
         across = max(hidden_size, inner, self._across)
         self._y = np.empty((TILE, hidden_size), np.float32)
         self._gated = np.empty((TILE, 2 * inner), np.float32)
-        self._work = np.empty(across, np.float32)
         self._q = np.empty((2 * TILE, across), np.int8)
         self._sums, self._scales = np.empty(2 * TILE, np.int32), np.empty(TILE, np.float32)
-        self._scratch = np.empty(256, np.int32)
+        self._team = team(torch.get_num_threads())
+        ranks = self._team.threads
+        self._works = np.empty((ranks, across), np.float32)
+        self._scratches = np.empty((ranks, 256), np.int32)
         group = int((layers["heads"] // layers["shared"]).max())
-        self._state = np.empty(kernels.state_size(group), np.float32)
+        self._states = np.empty((ranks, state_size(group)), np.float32)
+        self._blocks = np.empty((ranks, 8), np.int64)
         copied = pool.block_size % LANES != 0
-        self._copy = np.empty(2 * 64 * shared * width if copied else 1, np.float32)
+        self._copies = np.empty((ranks, 2 * 64 * shared * width if copied else 1), np.float32)
+        self._bytes = (matrices["outputs"] * matrices["inputs"]).sum(axis=1)
         self._qkv = np.empty((0, self._lines), np.float32)
         self._attended = np.empty((0, self._across), np.float32)
 
@@ -89,7 +95,7 @@ class FusedStage:
         if self.embedding is not None:
             hidden = np.empty((count, self.hidden_size), np.float32)
             table, factor = self.embedding.table.data_ptr(), np.float32(self.embedding.factor)
-            kernels.embed(table, given.astype(np.int64), factor, hidden)
+            ends.embed(table, given.astype(np.int64), factor, hidden)
         else:
             hidden = np.array(given, dtype=np.float32, order="C")
         return hidden, self.run_layers(placement, hidden, slice(None))
@@ -98,14 +104,17 @@ class FusedStage:
         """Layers `which` of the stage, in place; whether all numbers are finite."""
         count, size = placement.tokens, self._pool.block_size
         positions, slots = np.empty(count, np.int64), np.empty(count, np.int64)
-        kernels.places(placement.rows, placement.table, size, positions, slots)
+        ends.places(placement.rows, placement.table, size, positions, slots)
         cos = np.empty((len(self.frequencies), count, self.frequencies.shape[1]), np.float32)
         sin = np.empty_like(cos)
         angles(positions, self.frequencies, self.scalings, cos, sin)
         if len(self._qkv) < count:
             self._qkv = np.empty((count, self._lines), np.float32)
             self._attended = np.empty((count, self._across), np.float32)
-        finite = kernels.run_layers(
+        weights = self._bytes[which]
+        finite = self._team.call(
+            Work(int(weights.sum()), len(weights), count),
+            run_layers,
             self.layers[which],
             self.matrices[which],
             self.norms[which],
@@ -120,15 +129,16 @@ class FusedStage:
             self._attended,
             self._y,
             self._gated,
-            self._work,
             self._q,
             self._sums,
             self._scales,
-            self._scratch,
-            self._state,
-            self._copy,
+            self._works,
+            self._scratches,
+            self._states,
+            self._blocks,
+            self._copies,
         )
-        return bool(finite and kernels.all_finite(hidden))
+        return bool(finite and ends.all_finite(hidden))
 
     def logits(self, hidden: np.ndarray, take: np.ndarray) -> tuple[np.ndarray, bool]:
         """float32 [R, V] of the rows `take` (int64 [R]), and whether all numbers are finite."""
@@ -136,7 +146,10 @@ class FusedStage:
         assert head is not None
         y = np.empty((len(take), int(head.matrix["outputs"][0])), np.float32)
         factor, softcap = np.float32(head.factor), np.float32(head.softcap)
-        finite = kernels.head(
+        weights = int(head.matrix["outputs"][0] * head.matrix["inputs"][0])
+        finite = self._team.call(
+            Work(weights, 1, len(take)),
+            ends.head,
             hidden,
             take,
             head.norm,
@@ -144,10 +157,10 @@ class FusedStage:
             y,
             factor,
             softcap,
-            self._work,
             self._q,
             self._sums,
             self._scales,
-            self._scratch,
+            self._works,
+            self._scratches,
         )
         return y, bool(finite)
