@@ -49,6 +49,7 @@ def by_id(cluster: LocalCluster, wanted: str) -> Node:
     return next(n for n in cluster.nodes if n.name == name)
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_while_its_plan_loads_is_succeeded_and_one_plan_serves(
     cluster: LocalCluster,
 ) -> None:

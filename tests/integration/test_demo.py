@@ -52,6 +52,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_demo_answers_over_three_stages_and_leaves_nothing(tmp_path: Path) -> None:
     begin = time.monotonic()
     demo = start(tmp_path)
@@ -69,7 +70,9 @@ def test_the_demo_answers_over_three_stages_and_leaves_nothing(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends POSIX signals")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
     demo = start(tmp_path)
     assert demo.stdout is not None

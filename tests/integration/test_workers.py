@@ -167,6 +167,7 @@ async def test_no_bit_depends_on_sharing_preemption_drafts_or_the_cut(model: Pat
         await r.idle()
 
 
+@pytest.mark.slow
 async def test_sampled_text_does_not_depend_on_the_partition(model: Path, tmp_path: Path) -> None:
     texts = []
     for stages in (1, 3):
@@ -252,6 +253,7 @@ async def test_a_frozen_stage_is_found_by_the_watchdog(model: Path, tmp_path: Pa
         assert "silent" in error.message
 
 
+@pytest.mark.slow
 async def test_frames_above_four_mebibytes_pass(model: Path, tmp_path: Path) -> None:
     prompt = [(i * 7919) % 250 for i in range(20_000)]
     plan = lambda m, n: make_plan(m, n, 2, context=24_000, concurrency=1, chunk_tokens=24_000)  # noqa: E731

@@ -122,6 +122,11 @@ class Coordinator:
             self._wake.clear()
 
     def _look(self) -> None:
+        for row in self._table.all():  # also while another node coordinates: this one may have to succeed it
+            if not row.wanted:
+                self._served.discard(row.id)
+            elif row.state == "ready" or (row.state == "broken" and row.writer != self._peers.id):
+                self._served.add(row.id)  # a predecessor gave up on nothing that it left broken
         if not self._leading():
             for attempt in self._attempts.values():
                 if attempt.task is not None:
@@ -129,10 +134,7 @@ class Coordinator:
             return
         now = time.monotonic()
         for row in self._table.all():
-            if row.state == "ready" or (row.state == "broken" and row.writer != self._peers.id):
-                self._served.add(row.id)  # a predecessor gave up on nothing that it left broken
             if not row.wanted:
-                self._served.discard(row.id)
                 self._failures.pop(row.id, None)
                 self._cancel(row.id)
             elif (
@@ -227,6 +229,7 @@ class Coordinator:
         self.wake()
 
     def _broken(self, row: pb.Deployment, error: P2PShardError, epoch: Epoch) -> None:
+        self._served.add(row.id)  # it was ready, perhaps for less time than this node looks at
         self._spoilt[row.id] = max(epoch, self._spoilt.get(row.id, agreement.ZERO))
         # A short pause: whatever broke it is mostly still being noticed elsewhere.
         self._failures[row.id] = (1, time.monotonic() + random.uniform(0.2, 0.6))
