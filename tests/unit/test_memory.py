@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,45 @@ def test_int8_counts_rows_and_keeps_the_table_in_bfloat16() -> None:
         assert profile.head_bytes == V * D + 4 * V + 4 * D
         assert profile.shared_saving_bytes == 0
         assert profile.kv_token_bytes == (2 * KV * 4,) * 2
+
+
+def test_int4_counts_the_files_groups_or_ours() -> None:
+    """In bytes per 32 weights: 20 of four bits with scale and minimum, 34 of eight bits with a scale."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (320, 512), "output_norm.weight": (512,)}
+    shapes |= {
+        "blk.0.attn_k.weight": (64, 512),
+        "blk.0.attn_v.weight": (64, 512),
+        "blk.0.ffn_up.weight": (160, 512),
+    }
+    config = {**CONFIG, "num_hidden_layers": 1, "hidden_size": 512}
+
+    def bytes_of(dtype: str) -> tuple[int, int, int, int]:
+        found = profile_model(of("gguf", dtype, shapes, config), "int4")
+        return found.layer_bytes[0], found.embedding_bytes, found.head_bytes, found.shared_saving_bytes
+
+    layer, table = 288 * 512 // 32, 320 * 512 // 32
+    assert bytes_of("F16") == (layer * 20, table * 34, table * 34 + 4 * 512, table * 34)
+    assert bytes_of("Q4_0") == (layer * 18, table * 18, table * 18 + 4 * 512, table * 18)
+    # eight groups share two float16 and have two bytes each
+    assert bytes_of("Q4_K") == (layer * 37 // 2, table * 37 // 2, table * 37 // 2 + 4 * 512, table * 37 // 2)
+    # rows of 100 do not divide into groups: int8, and a bfloat16 table beside the tied head
+    shapes = {name: (*shape[:-1], 100) for name, shape in shapes.items()}
+    found = profile_model(of("gguf", "F16", shapes, config), "int4")
+    assert found.layer_bytes == (288 * 104,) and found.embedding_bytes == 320 * 200
+    assert found.head_bytes == 320 * 104 + 400 and found.shared_saving_bytes == 0
+
+
+def test_what_the_author_of_a_grouped_file_left_in_floats_keeps_eight_bits() -> None:
+    shapes = {
+        "token_embd.weight": (320, 512),
+        "blk.0.attn_k.weight": (64, 512),
+        "blk.0.attn_v.weight": (64, 512),
+    }
+    config = {**CONFIG, "num_hidden_layers": 1, "hidden_size": 512}
+    grouped, floats = (of("gguf", dtype, shapes, config) for dtype in ("Q4_K", "F16"))
+    mixed = replace(grouped, tensors=(*grouped.tensors[:2], floats.tensors[2]))
+    layer = 64 * 512 // 32
+    assert profile_model(mixed, "int4").layer_bytes == (layer * 37 // 2 + layer * 34,)
 
 
 def test_int8_keeps_routers_and_experts_in_float32() -> None:

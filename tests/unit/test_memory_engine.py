@@ -107,8 +107,8 @@ def compare(
     return got, weights + got["kv"] + workspace
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_tiny_model_on_one_stage(tmp_path: Path, dtype: str, tied: bool) -> None:
     folder = write_tiny_llama(tmp_path / "model", layers=3, tied=tied)
     got, planned = compare(folder, tmp_path / "data", dtype=dtype, first=0, last=-1, context=512, chunk=64)
@@ -131,6 +131,7 @@ def test_a_tiny_model_cut_in_the_middle(tmp_path: Path) -> None:
         pytest.param("gemma3-270m", "int8", 9, -1, 8192, marks=pytest.mark.slow),
         pytest.param("qwen2.5-coder-1.5b-instruct", "int8", 0, 9, 8192, marks=pytest.mark.slow),
         pytest.param("qwen2.5-coder-1.5b-instruct", "int8", 20, -1, 8192, marks=pytest.mark.slow),
+        pytest.param("qwen2.5-coder-1.5b-instruct", "int4", 0, -1, 4096, marks=pytest.mark.slow),
     ],
 )
 def test_the_peak_of_a_real_stage_stays_within_its_plan(

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 from p2pshard.models import groups
 from p2pshard.models.groups import GROUP, LANES, LAYOUTS, GroupLayout
+from p2pshard_node.engine.fused.cache import kernel
 from p2pshard_node.engine.groups import emit, features
 from p2pshard_node.engine.groups.emit import emit_panel, emit_record, record_bytes
 from p2pshard_node.engine.groups.features import target_features
@@ -63,7 +64,7 @@ def _type_record(typing: Any, wide: Any, x: Any, record: Any) -> Any:
 _record: Any = intrinsic(prefer_literal=True)(_type_record)
 
 
-@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _tile_of(left: int) -> int:
     """Rows that are computed together, when so many are left."""
     if left >= 8 and _TILE >= 8:
@@ -73,11 +74,10 @@ def _tile_of(left: int) -> int:
     return 2 if left >= 2 else 1
 
 
-def _make_multiply(code: int, wide: int, stamp: int) -> Callable[..., None]:
+def _make_multiply(code: int, wide: int, stamp: int) -> Any:
     block_bytes, per_block = _BY_CODE[code].block_bytes, _BY_CODE[code].groups
     size = record_bytes(bool(wide))
 
-    @njit(cache=True, nogil=True, error_model="numpy")
     def run(data, acts, blocks, rows, first, last, out, column):  # type: ignore[no-untyped-def]
         if stamp < 0:  # never; it is part of the cache's key
             return
@@ -109,13 +109,12 @@ def _make_multiply(code: int, wide: int, stamp: int) -> Callable[..., None]:
                         out[done : done + tile, at : at + count] = spare[:tile, :count]
                     done += tile
 
-    return cast("Callable[..., None]", run)
+    return kernel(run)
 
 
-def _make_quantise(wide: int, stamp: int) -> Callable[..., None]:
+def _make_quantise(wide: int, stamp: int) -> Any:
     size = record_bytes(bool(wide))
 
-    @njit(cache=True, nogil=True, error_model="numpy")
     def run(x, acts):  # type: ignore[no-untyped-def]
         if stamp < 0:
             return
@@ -130,7 +129,7 @@ def _make_quantise(wide: int, stamp: int) -> Callable[..., None]:
                     _record(wide, values + 4 * GROUP * group, start + (group * tile + row) * size)
             done += tile
 
-    return cast("Callable[..., None]", run)
+    return kernel(run)
 
 
 _BYTES, _FLOATS = types.uint8[::1], types.float32[:, ::1]
@@ -140,7 +139,7 @@ _BYTES, _FLOATS = types.uint8[::1], types.float32[:, ::1]
 def multiplier(layout: GroupLayout, wide: bool) -> Callable[..., None]:
     """``run(data, records, blocks, rows, first, last, out_TN, column)``, compiled: panels [first, last) of a
     matrix of `rows` rows, written into columns `column` + 16 first and on."""
-    run: Any = _make_multiply(layout.code, int(wide), _STAMP)
+    run = _make_multiply(layout.code, int(wide), _STAMP)
     word = types.intp
     run.compile((_BYTES, _BYTES, word, word, word, word, _FLOATS, word))
     return cast("Callable[..., None]", run)
@@ -149,7 +148,7 @@ def multiplier(layout: GroupLayout, wide: bool) -> Callable[..., None]:
 @cache
 def quantiser(wide: bool) -> Callable[..., None]:
     """``run(x_TK, records)``, compiled; see `emit.emit_record`."""
-    run: Any = _make_quantise(int(wide), _STAMP)
+    run = _make_quantise(int(wide), _STAMP)
     run.compile((_FLOATS, _BYTES))
     return cast("Callable[..., None]", run)
 

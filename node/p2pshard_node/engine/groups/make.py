@@ -7,10 +7,10 @@ summed across lanes, and no operation is reordered.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from p2pshard.errors import UnsupportedModel
 from p2pshard.models.groups import GROUP, LAYOUTS, GroupLayout
+from p2pshard_node.engine.fused.cache import kernel
 from p2pshard_node.engine.groups.repack import GroupRows
 
 __all__ = ["make_groups"]
@@ -30,19 +30,22 @@ def make_groups(layout: GroupLayout, rows_RK: np.ndarray) -> GroupRows:
         raise UnsupportedModel(f"int4 cannot hold weights as large as {largest:.3g}; use bfloat16 or float32")
     if layout is LAYOUTS["Q4_1"]:
         scale_RG, low_RG = _search(x_RGK)
-        q_RGK = _nearest(x_RGK + low_RG.astype(np.float32)[..., None], scale_RG, 0, 15)
-        return GroupRows(layout, q_RGK.astype(np.uint8), scale_RG, low_RG)
+        return GroupRows(layout, _nearest(x_RGK, scale_RG, low_RG, 0, 15), scale_RG, low_RG)
     if layout is not LAYOUTS["Q8_0"]:
         raise ValueError(f"groups of {layout.name} are not made from floats")
     scale_RG = (np.abs(x_RGK).max(axis=2) / np.float32(127)).astype(np.float16)
-    q_RGK = _nearest(x_RGK, scale_RG, -127, 127)
-    return GroupRows(layout, q_RGK.astype(np.int8).view(np.uint8) ^ 128, scale_RG)
+    return GroupRows(layout, _nearest(x_RGK, scale_RG, np.zeros_like(scale_RG), 1, 255), scale_RG)
 
 
-def _nearest(x_RGK: np.ndarray, scale_RG: np.ndarray, least: int, most: int) -> np.ndarray:
-    scale = scale_RG.astype(np.float32)
-    inverse = np.where(scale > 0, 1 / np.where(scale > 0, scale, 1), 0).astype(np.float32)
-    return np.clip(np.rint(x_RGK * inverse[..., None]), least, most)
+def _nearest(
+    x_RGK: np.ndarray, scale_RG: np.ndarray, low_RG: np.ndarray, least: int, most: int
+) -> np.ndarray:
+    """Integers from `least` to `most`, 128 added where there is no minimum."""
+    scale, low = scale_RG.astype(np.float32).ravel(), low_RG.astype(np.float32).ravel()
+    q_RGK = np.empty(x_RGK.shape, np.uint8)
+    zero = 0 if least == 0 else 128
+    _round(x_RGK.reshape(-1, GROUP), scale, low, q_RGK.reshape(-1, GROUP), zero, least, most)
+    return q_RGK
 
 
 def _search(x_RGK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +60,18 @@ def _search(x_RGK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, low
 
 
-@njit("void(float32[:, ::1], float32[:, ::1])", cache=True, nogil=True, error_model="numpy")
+@kernel
+def _round(x, scale, low, q, zero, least, most):  # type: ignore[no-untyped-def]
+    one, offset = np.float32(1), np.float32(zero) + np.float32(0.5)
+    lowest, highest = np.float32(least), np.float32(most)
+    for group in range(len(x)):
+        inverse = one / scale[group] if scale[group] > 0 else np.float32(0)
+        for k in range(GROUP):
+            value = np.floor((x[group, k] + low[group]) * inverse + offset)
+            q[group, k] = np.uint8(min(max(value, lowest), highest))
+
+
+@kernel
 def _fit(x, made):  # type: ignore[no-untyped-def]
     """For every group the range, of `_TRIALS`, whose rounded integers leave the least squared error once scale
     and minimum are fitted to them (least squares), as ggml's ``make_qkx2_quants`` does."""
