@@ -1,6 +1,6 @@
 """Compile all kernels before they are needed, in a process of its own.
 
-Compiling takes about 15 s of one core and 85 MB once on a machine; a worker that finds the kernels on disk
+Compiling takes 15 to 25 s of one core and 85 MB once on a machine; a worker that finds the kernels on disk
 needs neither. ``python -m p2pshard_node.engine.fused.prepare`` does it by hand.
 """
 
@@ -31,7 +31,7 @@ def prepare() -> None:
     """See that the kernels are on disk. Where that cannot be, they are compiled here when first called."""
     if _DONE.exists():
         return
-    log.info("compiling kernels for this processor, once: about 15 s")
+    log.info("compiling kernels for this processor, once: about 20 s")
     try:
         subprocess.run(
             [sys.executable, "-m", "p2pshard_node.engine.fused.prepare"],
