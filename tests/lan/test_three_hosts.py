@@ -134,7 +134,7 @@ def test_a_model_that_no_host_can_hold_is_answered_by_three(lab: Lab, qwen: Path
 def test_the_model_file_on_one_host_is_enough_and_each_host_gets_its_own_layers_only(
     lab: Lab, smollm2: Path
 ) -> None:
-    a, b, c = start_three(lab, "--memory", "750MB")
+    a, b, c = start_three(lab, "--memory", "1GB")
     path = put(a, smollm2)
     # Another model under the same name on the second host must never be used.
     (b.folder / "models" / smollm2.name).write_bytes(b"GGUF" + os.urandom(4096))
