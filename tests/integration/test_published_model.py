@@ -34,7 +34,7 @@ class Tolerance:
 TOLERANCES = {
     "float32": Tolerance(1e-5, 5e-5),
     "bfloat16": Tolerance(0.03, 0.07),
-    "int8": Tolerance(0.10, 0.30),
+    "int8": Tolerance(0.06, 0.12),
 }
 """As README.md states them."""
 
