@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from p2pshard_node.engine.groups.features import target_features
-from p2pshard_node.engine.groups.kernels import multiplier, records
+from p2pshard_node.engine.groups.linear import GroupLinear
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 
 from p2pshard.models.groups import LAYOUTS, GroupLayout
@@ -47,19 +47,13 @@ def ours(layout: GroupLayout, rows: int, columns: int, tokens: int, wide: bool) 
     """Seconds, quantising the activations included, and bytes of the matrix."""
     random = np.random.default_rng(0)
     size = layout.nbytes(rows, columns)
-    matrices = []
+    layers = []
     for _ in range(min(20, -(-BEYOND_CACHES // size))):
         matrix = GroupMatrix(layout, rows, columns)
         matrix.data[:] = random.integers(0, 60, size, dtype=np.uint8)
-        matrices.append(matrix)
-    x_TK = random.normal(size=(tokens, columns)).astype(np.float32)
-    out_TN = np.empty((tokens, rows), np.float32)
-    run = multiplier(layout, wide)
-
-    def product(m: GroupMatrix) -> None:
-        run(m.data, records(x_TK, wide), m.blocks, m.rows, 0, m.panels, out_TN, 0)
-
-    return best([lambda m=m: product(m) for m in matrices]), size  # type: ignore[misc]
+        layers.append(GroupLinear(matrix, None, wide=wide))
+    x_TK = torch.from_numpy(random.normal(size=(tokens, columns)).astype(np.float32))
+    return best([lambda layer=layer: layer(x_TK) for layer in layers]), size  # type: ignore[misc]
 
 
 def torchs(rows: int, columns: int, tokens: int) -> float | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pshard.errors import InvalidRequest, ModelCorrupt
-from p2pshard.models.groups import grouped_as, has_groups
+from p2pshard.models.groups import LAYOUTS, grouped_as, has_groups
 from p2pshard.models.layout import layer_count, layer_of, tied_head
 from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.planning.profiles import ModelProfile
@@ -55,6 +55,8 @@ _LOAD_BYTES = 64_000_000
 """The engine converts large matrices in row blocks whose temporaries stay below this."""
 _SLACK_BYTES = 24_000_000
 """Frames in flight, thread stacks, and what the allocator keeps between steps."""
+_KERNEL_BYTES = 28_000_000
+"""Compiled code of quantised layers and its loader, measured."""
 _QUERY_BLOCK = 128
 _MAX_SCORES = 1 << 21
 """Queries and scores that the engine's attention handles at once."""
@@ -69,8 +71,9 @@ _VALUES = ("attn_v.weight", "v_proj.weight")
 def resolve_dtype(manifest: Manifest, dtype: str) -> str:
     """``auto`` made definite; another dtype as it is.
 
-    Safetensors: the type that most bytes have. GGUF: ``int8`` when most bytes are quantised; of unquantised
-    files float32 for F32 and bfloat16 for BF16 and F16.
+    Safetensors: the type that most bytes have. GGUF: ``int4``, the file's own groups, when most bytes are in
+    groups of 4 to 6 bits; ``int8`` when they are quantised otherwise; of unquantised files float32 for F32 and
+    bfloat16 for BF16 and F16.
     """
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", field="dtype")
@@ -83,8 +86,11 @@ def resolve_dtype(manifest: Manifest, dtype: str) -> str:
     if not stored:
         raise ModelCorrupt("the model has no weight matrix")
     if manifest.format == "gguf":
-        floats = {"F32": "float32", "F16": "bfloat16", "BF16": "bfloat16"}
-        return floats.get(stored.most_common(1)[0][0], "int8")
+        most = stored.most_common(1)[0][0]
+        layout = LAYOUTS.get(most)
+        if layout is not None and layout.bits < 8:
+            return "int4"
+        return {"F32": "float32", "F16": "bfloat16", "BF16": "bfloat16"}.get(most, "int8")
     floats = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     return floats.get(stored.most_common(1)[0][0], "float32")
 
@@ -156,7 +162,7 @@ def profile_model(manifest: Manifest, dtype: str, name: str = "") -> ModelProfil
         kv_width=max(widths),
         intermediate=_intermediate(config),
         compute_itemsize=itemsize,
-        runtime_bytes=_SLACK_BYTES,
+        runtime_bytes=_SLACK_BYTES + (_KERNEL_BYTES if dtype in ("int8", "int4") else 0),
     )
 
 

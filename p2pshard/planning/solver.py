@@ -39,7 +39,7 @@ __all__ = [
 
 LEAST_CONTEXT = 8192
 """Without a context asked for: at least this, or the model's maximum if that is less."""
-_INVARIANT = ("int8",)
+_INVARIANT = ("int8", "int4")
 """Dtypes whose kernels are expected to give a row the same bits wherever and beside whatever it is computed."""
 
 

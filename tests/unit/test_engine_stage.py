@@ -171,7 +171,9 @@ def test_text_part_of_a_multimodal_checkpoint(whole: Any, folder: Path) -> None:
 
 
 # -- dtypes ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.06), ("float16", 0.01), ("int8", 0.08)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("bfloat16", 0.06), ("float16", 0.01), ("int8", 0.08), ("int4", 0.6)]
+)
 def test_coarser_dtypes_stay_near_and_agree_across_cuts(
     dtype: str, tolerance: float, whole: Any, folder: Path
 ) -> None:
@@ -198,7 +200,7 @@ def test_int8_bytes(folder: Path) -> None:
 
 
 # -- refusals -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_state_between_tokens_is_found_by_running(
     dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

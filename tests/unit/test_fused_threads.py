@@ -91,13 +91,14 @@ def helpers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("kernels-")]
 
 
-def test_bits_do_not_depend_on_threads(folder: tuple[Path, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_bits_do_not_depend_on_threads(folder: tuple[Path, dict[str, Any]], dtype: str) -> None:
     before = set(helpers())
-    one = stage(folder, 1)
+    one = stage(folder, 1, dtype=dtype)
     assert not set(helpers()) - before
     want = outputs(one)
     for threads in (2, 3, 4):
-        several = stage(folder, threads)
+        several = stage(folder, threads, dtype=dtype)
         assert several._fused._team.threads == threads and several.fingerprint == one.fingerprint
         for a, b in zip(want, outputs(several), strict=True):
             np.testing.assert_array_equal(a, b)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from p2pshard_node.engine.groups.features import parse_features, target_features
-from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear, join
+from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear
 from p2pshard_node.engine.groups.make import make_groups
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.groups.reference import reference_product
 from p2pshard_node.engine.groups.repack import GroupRows, repack
-from p2pshard_node.engine.groups.spread import spread
 
 from p2pshard.errors import UnsupportedModel
 from p2pshard.models.dtypes import READABLE_GGUF
@@ -52,9 +49,7 @@ def activations(tokens: int, columns: int, seed: int = 1) -> np.ndarray:
 
 
 def product(linear: GroupLinear, x_TK: np.ndarray) -> np.ndarray:
-    out = np.full((len(x_TK), linear.out_features), np.nan, np.float32)
-    linear.product(x_TK, out)
-    return out
+    return linear(torch.from_numpy(x_TK)).numpy()
 
 
 # -- storage --------------------------------------------------------------------------------------
@@ -106,7 +101,7 @@ def test_a_matrix_is_filled_in_whole_panels_only() -> None:
 def test_a_product_is_its_definition_bit_for_bit(dtype: str, wide: bool) -> None:
     for rows, blocks in ((16, 1), (37, 3)):
         weights = rows_of(dtype, rows, width(dtype, blocks), seed=rows)
-        linear = GroupLinear([matrix_of(weights)], None, wide=wide)
+        linear = GroupLinear(matrix_of(weights), None, wide=wide)
         x_TK = activations(11, linear.in_features)
         want = reference_product(weights, x_TK, wide)
         assert np.abs(want).max() > 0
@@ -125,7 +120,7 @@ def test_extreme_integers_do_not_overflow(dtype: str, wide: bool) -> None:
     ones = rows_of(dtype, 16, width(dtype, 2))
     highest = (1 << LAYOUTS[dtype].bits) - 1
     ones.q_RGK[:8], ones.q_RGK[8:] = highest, 0
-    linear = GroupLinear([matrix_of(ones)], None, wide=wide)
+    linear = GroupLinear(matrix_of(ones), None, wide=wide)
     x_TK = np.ones((2, linear.in_features), np.float32)
     x_TK[1] = -1
     np.testing.assert_array_equal(product(linear, x_TK), reference_product(ones, x_TK, wide))
@@ -134,7 +129,7 @@ def test_extreme_integers_do_not_overflow(dtype: str, wide: bool) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_row_is_the_same_in_every_batch(dtype: str, wide: bool) -> None:
-    linear = GroupLinear([matrix_of(rows_of(dtype, 37, width(dtype, 2)))], None, wide=wide)
+    linear = GroupLinear(matrix_of(rows_of(dtype, 37, width(dtype, 2))), None, wide=wide)
     x_TK = activations(33, linear.in_features)
     alone = np.concatenate([product(linear, x_TK[i : i + 1]) for i in range(33)])
     for count in range(1, 34):
@@ -143,7 +138,7 @@ def test_a_row_is_the_same_in_every_batch(dtype: str, wide: bool) -> None:
 
 def test_many_rows_of_a_wide_matrix_are_those_rows_alone() -> None:
     """More activations than stay in the cache are taken in parts."""
-    linear = GroupLinear([matrix_of(rows_of("Q4_K", 20, 8960))], None, wide=True)
+    linear = GroupLinear(matrix_of(rows_of("Q4_K", 20, 8960)), None, wide=True)
     x_TK = activations(77, 8960)
     whole = product(linear, x_TK)
     for i in (0, 7, 8, 23, 24, 76):
@@ -153,7 +148,7 @@ def test_many_rows_of_a_wide_matrix_are_those_rows_alone() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("wide", [False, True])
 def test_what_is_not_finite_is_not_hidden(bad: float, wide: bool) -> None:
-    linear = GroupLinear([matrix_of(rows_of("Q4_1", 16, 64))], None, wide=wide)
+    linear = GroupLinear(matrix_of(rows_of("Q4_1", 16, 64)), None, wide=wide)
     x_TK = activations(3, 64)
     x_TK[1, 40] = bad
     out = product(linear, x_TK)
@@ -163,7 +158,7 @@ def test_what_is_not_finite_is_not_hidden(bad: float, wide: bool) -> None:
 def test_a_module_takes_any_shape_and_adds_its_bias() -> None:
     weights = rows_of("Q8_0", 24, 64)
     bias = torch.randn(24)
-    linear = GroupLinear([matrix_of(weights)], bias, wide=True)
+    linear = GroupLinear(matrix_of(weights), bias, wide=True)
     x = torch.from_numpy(activations(6, 64)).view(2, 3, 64)
     want = reference_product(weights, x.view(6, 64).numpy(), True) + bias.numpy()
     np.testing.assert_array_equal(linear(x).view(6, 24).numpy(), want)
@@ -172,65 +167,16 @@ def test_a_module_takes_any_shape_and_adds_its_bias() -> None:
 
 
 def test_threads_change_nothing() -> None:
-    linear = GroupLinear([matrix_of(rows_of("Q4_0", 4000, 512))], None, wide=True)
+    matrix = matrix_of(rows_of("Q4_0", 4000, 512))
     x_TK = activations(9, 512)
-    alone = product(linear, x_TK)
+    alone = product(GroupLinear(matrix, None, wide=True), x_TK)
     before = torch.get_num_threads()
     try:
         for threads in (2, 3, 7):
             torch.set_num_threads(threads)
-            np.testing.assert_array_equal(product(linear, x_TK), alone)
+            np.testing.assert_array_equal(product(GroupLinear(matrix, None, wide=True), x_TK), alone)
     finally:
         torch.set_num_threads(before)
-
-
-@given(count=st.integers(1, 50), threads=st.integers(2, 9))
-@settings(max_examples=30, deadline=None)
-def test_spread_covers_all_once(count: int, threads: int) -> None:
-    seen = np.zeros(count, int)
-
-    def run(first: int, last: int) -> None:
-        seen[first:last] += 1
-
-    spread(count, threads, run)
-    assert (seen == 1).all()
-
-
-def test_spread_raises_what_a_part_raised() -> None:
-    def run(first: int, last: int) -> None:
-        if last == 10:
-            raise ValueError("the last part")
-
-    with pytest.raises(ValueError, match="the last part"):
-        spread(10, 3, run)
-
-
-# -- joining --------------------------------------------------------------------------------------
-def test_joined_layers_give_what_they_gave_alone_and_are_held_once() -> None:
-    parts = [("Q4_K", 48), ("Q4_K", 16), ("Q6_K", 16), ("Q6_K", 20), ("Q6_K", 16)]
-    linears = [
-        GroupLinear([matrix_of(rows_of(t, n, 512, seed=i))], torch.randn(n) if i % 2 else None, wide=True)
-        for i, (t, n) in enumerate(parts)
-    ]
-    x_TK = activations(5, 512)
-    alone = [product(linear, x_TK) for linear in linears]
-    joined = join(linears)
-    # panels of 16 rows: what follows the 20 rows is a matrix of its own
-    assert [m.rows for m in joined.matrices] == [64, 36, 16]
-    np.testing.assert_array_equal(product(joined, x_TK), np.concatenate(alone, axis=1))
-    for linear, want in zip(linears, alone, strict=True):
-        np.testing.assert_array_equal(product(linear, x_TK), want)
-        (own,) = linear.matrices
-        assert any(np.shares_memory(own.data, m.data) for m in joined.matrices)
-    assert joined.nbytes == sum(linear.nbytes for linear in linears)
-
-
-def test_layers_that_quantise_differently_are_not_joined() -> None:
-    one, two = (GroupLinear([matrix_of(rows_of("Q4_0", 16, 64))], None, wide=w) for w in (False, True))
-    with pytest.raises(ValueError, match="share no input"):
-        join([one, two])
-    with pytest.raises(ValueError, match="share no input"):
-        join([two, GroupLinear([matrix_of(rows_of("Q4_0", 16, 96))], None, wide=True)])
 
 
 # -- embeddings -----------------------------------------------------------------------------------

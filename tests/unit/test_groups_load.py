@@ -59,7 +59,7 @@ def test_stages_give_the_bits_of_one_process(tmp_path: Path, tied: bool) -> None
     with torch.no_grad():
         for name, module in stage._modules.model.named_modules():
             if isinstance(module, GroupLinear | GroupEmbedding):
-                (matrix,) = module.matrices
+                matrix = module.table
                 values = torch.from_numpy(matrix.take(np.arange(matrix.rows)))
                 model.get_submodule(name).weight.copy_(values)
     want = expected(model, ids)[[4, 9, 14, 19, 22]]
@@ -73,9 +73,9 @@ def test_linears_are_grouped_and_a_tied_table_is_held_once(tmp_path: Path) -> No
     assert len(modules_of(stage, GroupLinear)) == 6 * 7 + 1
     assert not modules_of(stage, torch.nn.Linear) and not modules_of(stage, Int8Linear)
     table = model.model.embed_tokens
-    assert isinstance(table, GroupEmbedding) and model.lm_head.matrices == table.matrices
-    assert {m.layout.name for m in table.matrices} == {"Q8_0"}
-    assert {m.layout.name for m in model.model.layers[2].mlp.down_proj.matrices} == {"Q4_1"}
+    assert isinstance(table, GroupEmbedding) and model.lm_head.table is table.table
+    assert table.table.layout.name == "Q8_0"
+    assert model.model.layers[2].mlp.down_proj.table.layout.name == "Q4_1"
     assert all(p.dtype == torch.float32 for p in model.parameters())
     # two int8 an activation in every linear layer: small models need it
     assert all(model.get_submodule(n).wide for n in modules_of(stage, GroupLinear))
@@ -151,7 +151,7 @@ def test_a_files_own_groups_are_kept_value_for_value(tmp_path: Path) -> None:
     kept = 0
     for name, module in stage._modules.model.named_modules():
         if isinstance(module, GroupLinear):
-            (matrix,) = module.matrices
+            matrix = module.table
             target = "model.embed_tokens.weight" if name == "lm_head" else f"{name}.weight"
             want = weights.load(target, torch.float32).numpy()
             got = matrix.take(np.arange(matrix.rows))

@@ -19,8 +19,9 @@ from p2pshard.models.groups import LAYOUTS
 CHILD = """
 import hashlib
 import numpy as np
+import torch
 from p2pshard_node.engine.groups.features import target_features
-from p2pshard_node.engine.groups.kernels import multiplier, records
+from p2pshard_node.engine.groups.linear import GroupLinear
 from p2pshard_node.engine.groups.make import make_groups
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.groups.repack import repack
@@ -36,9 +37,7 @@ for name, width in map(str.split, kinds):
     rows = repack(name, random_blocks(name, 37, 512))
     matrix = GroupMatrix(layout, 37, 512)
     matrix.fill(0, rows)
-    wide = width == "wide"
-    out = np.empty((11, 37), np.float32)
-    multiplier(layout, wide)(matrix.data, records(x, wide), matrix.blocks, 37, 0, matrix.panels, out, 0)
+    out = GroupLinear(matrix, None, wide=width == "wide")(torch.from_numpy(x)).numpy()
     assert np.isfinite(out).all()
     digest.update(out.tobytes())
 made = make_groups(LAYOUTS["Q4_1"], x)
@@ -95,7 +94,7 @@ def machine_code(features: Features, triple: str, processor: str, flags: str, la
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     word = ir.IntType(64)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * 5), "panel")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * 6), "panel")
     builder = ir.IRBuilder(function.append_basic_block())
     emit_panel(builder, LAYOUTS[layout], features, 2, True, *function.args)
     builder.ret_void()

@@ -175,7 +175,9 @@ def test_latent_attention_keeps_expanded_keys_and_values() -> None:
         ("gguf", "F32", "float32"),
         ("gguf", "F16", "bfloat16"),
         ("gguf", "BF16", "bfloat16"),
-        ("gguf", "Q4_K", "int8"),
+        ("gguf", "Q4_K", "int4"),
+        ("gguf", "Q6_K", "int4"),
+        ("gguf", "Q2_K", "int8"),
         ("gguf", "Q8_0", "int8"),
     ],
 )

@@ -14,6 +14,7 @@ from p2pshard.errors import ModelCorrupt, UnsupportedModel
 from p2pshard.models.groups import LANES, GroupLayout, grouped_as
 from p2pshard_node.engine import compat
 from p2pshard_node.engine.build import StageModules
+from p2pshard_node.engine.fused.prepare import prepare
 from p2pshard_node.engine.groups.check import check_exact
 from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear
 from p2pshard_node.engine.groups.make import make_groups
@@ -215,8 +216,10 @@ class _Loader:
 
     def _linear(self, matrix: GroupMatrix, path: str, bias: object) -> GroupLinear:
         wide = takes_two_rows(path)
+        if wide:
+            prepare(matrix.layout.name)
         check_exact(matrix.layout, wide)
-        return GroupLinear((matrix,), cast("nn.Parameter | None", bias), wide=wide)
+        return GroupLinear(matrix, cast("nn.Parameter | None", bias), wide=wide)
 
     def _replace(self, path: str, module: nn.Module) -> None:
         parent, _, name = path.rpartition(".")
@@ -275,12 +278,6 @@ def weight_bytes(model: nn.Module) -> int:
     persistent = model.state_dict(keep_vars=True).values()
     tensors: dict[int, int] = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *persistent)}
     total = sum(tensors.values()) + sum(m.nbytes for m in model.modules() if isinstance(m, Int8Linear))
-    # matrices may be shared (a tied head) or be views of a joined one
-    spans = sorted(
-        m.span for o in model.modules() if isinstance(o, GroupLinear | GroupEmbedding) for m in o.matrices
-    )
-    counted = 0
-    for first, end in spans:
-        total += max(0, end - max(first, counted))
-        counted = max(counted, end)
-    return total
+    # a tied head has its embedding's table
+    tables = {m.table for m in model.modules() if isinstance(m, GroupLinear | GroupEmbedding)}
+    return total + sum(table.nbytes for table in tables)

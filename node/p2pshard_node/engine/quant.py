@@ -19,7 +19,7 @@ from torch import nn
 from p2pshard.errors import Internal
 from p2pshard_node.engine.fused.ends import linear
 from p2pshard_node.engine.fused.phases import TILE
-from p2pshard_node.engine.fused.product import MATRIX
+from p2pshard_node.engine.fused.product import MATRIX, ONE_ROW, TWO_ROWS
 from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.fused.tiles import PANEL
 from p2pshard_node.engine.fused.vectors import LANES
@@ -112,7 +112,9 @@ class Int8Linear(nn.Module):
                 bias,
                 self.out_features,
                 self._width,
-                self.two_rows,
+                TWO_ROWS if self.two_rows else ONE_ROW,
+                0,
+                0,
             )
         return self._matrix
 

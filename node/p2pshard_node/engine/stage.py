@@ -98,6 +98,7 @@ class StageModel:
             self._fuse(f"fused w8a8 numba {dot}")
         elif dtype == "int4":
             self.kernels = f"plain groups numba {target_features().dot}"
+            self._fuse(f"fused groups numba {target_features().dot}")
 
     # -- loading ------------------------------------------------------------------------------------
     @classmethod
@@ -162,7 +163,7 @@ class StageModel:
             )
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
-        if dtype == "int8":
+        if dtype in ("int8", "int4"):
             prepare()
         with returned_at_once():
             load_weights(

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from p2pshard_node.engine.fused.cache import kernel
 from p2pshard_node.engine.fused.gate import cap_row
 from p2pshard_node.engine.fused.phases import TILE, prepare_row, products, quantise_rows
 from p2pshard_node.engine.fused.tickets import fail, failed, items
@@ -21,6 +20,7 @@ from p2pshard_node.engine.fused.vectors import (
     store,
     widen,
 )
+from p2pshard_node.engine.kernel_cache import kernel
 
 __all__ = ["all_finite", "embed", "head", "linear", "places"]
 
@@ -52,7 +52,7 @@ def head(
         count = min(TILE, take.shape[0] - begin)
         for t in items(crew, ticket, count):
             at = take[begin + t] * width
-            if not prepare_row(hidden, at, norm[0], width, matrix[0].wide, work, q, sums, scales, t):
+            if not prepare_row(hidden, at, norm[0], width, matrix[0].form, work, q, sums, scales, t, count):
                 fail(crew)
         ticket += count
         ticket = products(crew, ticket, matrix, q, sums, scales, count, y, wanted, begin * wanted, scratch)
@@ -69,7 +69,7 @@ def linear(crew: Any, x: Any, matrix: Any, y: Any, q: Any, sums: Any, scales: An
     ticket = crew.begin
     for begin in range(0, x.shape[0], TILE):
         count = min(TILE, x.shape[0] - begin)
-        ticket = quantise_rows(crew, ticket, x, begin, count, width, matrix[0].wide, q, sums, scales)
+        ticket = quantise_rows(crew, ticket, x, begin, count, width, matrix[0].form, q, sums, scales)
         ticket = products(
             crew, ticket, matrix, q, sums, scales, count, y, wanted, begin * wanted, scratches[crew.rank]
         )

@@ -8,7 +8,6 @@ import numpy as np
 from numba import njit
 
 from p2pshard_node.engine.fused.attend import KEYS, QUERIES, attend
-from p2pshard_node.engine.fused.cache import kernel
 from p2pshard_node.engine.fused.norm import NONE, normalise
 from p2pshard_node.engine.fused.phases import (
     TILE,
@@ -22,6 +21,7 @@ from p2pshard_node.engine.fused.phases import (
 from p2pshard_node.engine.fused.rotary import rotate
 from p2pshard_node.engine.fused.tickets import failed, items
 from p2pshard_node.engine.fused.vectors import LANES, load, store
+from p2pshard_node.engine.kernel_cache import kernel
 
 __all__ = ["LAYER", "MATRICES", "NORMS", "run_layers", "state_size"]
 
@@ -121,10 +121,10 @@ def run_layers(
         layer, matrix, norm = layers[index], matrices[index], norms[index]
         heads, shared, width, inner = layer.heads, layer.shared, layer.width, layer.inner
         lines, across = (heads + 2 * shared) * width, heads * width
-        before, wide = norm[BEFORE_ATTENTION], matrix[QUERY].wide
+        before, form = norm[BEFORE_ATTENTION], matrix[QUERY].form
         for begin in range(0, tokens, TILE):
             count = min(TILE, tokens - begin)
-            ticket = prepare(crew, ticket, hidden, begin, count, before, wide, work, q, sums, scales)
+            ticket = prepare(crew, ticket, hidden, begin, count, before, form, work, q, sums, scales)
             ticket = products(
                 crew, ticket, matrix[QUERY:OUT], q, sums, scales, count, qkv, lines, begin * lines, scratch
             )
@@ -146,12 +146,12 @@ def run_layers(
         )
         for begin in range(0, tokens, TILE):
             count = min(TILE, tokens - begin)
-            up, down, wide = matrix[GATE:DOWN], matrix[DOWN:], matrix[GATE].wide
+            up, down, form = matrix[GATE:DOWN], matrix[DOWN:], matrix[GATE].form
             if layer.parallel:
-                ticket = prepare(crew, ticket, hidden, begin, count, before, wide, work, q, sums, scales)
+                ticket = prepare(crew, ticket, hidden, begin, count, before, form, work, q, sums, scales)
                 ticket = products(crew, ticket, up, q, sums, scales, count, gated, 2 * inner, 0, scratch)
             ticket = quantise_rows(
-                crew, ticket, attended, begin, count, across, matrix[OUT].wide, q, sums, scales
+                crew, ticket, attended, begin, count, across, matrix[OUT].form, q, sums, scales
             )
             ticket = products(
                 crew, ticket, matrix[OUT:GATE], q, sums, scales, count, y, wide_hidden, 0, scratch
@@ -170,7 +170,7 @@ def run_layers(
                     after,
                     layer.residual,
                     norm[BEFORE_MLP],
-                    wide,
+                    form,
                     work,
                     q,
                     sums,
@@ -178,7 +178,7 @@ def run_layers(
                 )
                 ticket = products(crew, ticket, up, q, sums, scales, count, gated, 2 * inner, 0, scratch)
             ticket = gate(
-                crew, ticket, gated, count, inner, layer.activation, matrix[DOWN].wide, q, sums, scales
+                crew, ticket, gated, count, inner, layer.activation, matrix[DOWN].form, q, sums, scales
             )
             ticket = products(crew, ticket, down, q, sums, scales, count, y, wide_hidden, 0, scratch)
             ticket = add(crew, ticket, hidden, begin, count, y, norm[AFTER_MLP], layer.residual)

@@ -60,13 +60,23 @@ def products(
 
 @njit
 def prepare_row(
-    x: Any, at: int, norm: Any, width: int, wide: int, work: Any, q: Any, sums: Any, scales: Any, token: int
+    x: Any,
+    at: int,
+    norm: Any,
+    width: int,
+    form: int,
+    work: Any,
+    q: Any,
+    sums: Any,
+    scales: Any,
+    token: int,
+    count: int,
 ) -> bool:
     """Row of the next product: normalised, if the layer does that, and quantised."""
     if norm.kind == NONE:
-        return quantise(x, at, width, wide, q, sums, scales, token)
+        return quantise(x, at, width, form, q, sums, scales, token, count)
     normalise(x, at, norm, work, 0)
-    return quantise(work, 0, width, wide, q, sums, scales, token)
+    return quantise(work, 0, width, form, q, sums, scales, token, count)
 
 
 @njit
@@ -89,7 +99,7 @@ def prepare(
     begin: int,
     count: int,
     norm: Any,
-    wide: int,
+    form: int,
     work: Any,
     q: Any,
     sums: Any,
@@ -98,7 +108,7 @@ def prepare(
     """Rows of the next product from `count` rows of `hidden`, from `begin` on."""
     width = hidden.shape[1]
     for t in items(crew, ticket, count):
-        if not prepare_row(hidden, (begin + t) * width, norm, width, wide, work, q, sums, scales, t):
+        if not prepare_row(hidden, (begin + t) * width, norm, width, form, work, q, sums, scales, t, count):
             fail(crew)
     return ticket + count
 
@@ -111,14 +121,14 @@ def quantise_rows(
     begin: int,
     count: int,
     width: int,
-    wide: int,
+    form: int,
     q: Any,
     sums: Any,
     scales: Any,
 ) -> int:
     """As `prepare`, without a norm and from rows of `width`."""
     for t in items(crew, ticket, count):
-        if not quantise(x, (begin + t) * width, width, wide, q, sums, scales, t):
+        if not quantise(x, (begin + t) * width, width, form, q, sums, scales, t, count):
             fail(crew)
     return ticket + count
 
@@ -143,7 +153,7 @@ def add_and_prepare(
     norm: Any,
     factor: Any,
     following: Any,
-    wide: int,
+    form: int,
     work: Any,
     q: Any,
     sums: Any,
@@ -154,7 +164,7 @@ def add_and_prepare(
     for t in items(crew, ticket, count):
         at = (begin + t) * width
         _add(hidden, at, y, t, norm, width, factor)
-        if not prepare_row(hidden, at, following, width, wide, work, q, sums, scales, t):
+        if not prepare_row(hidden, at, following, width, form, work, q, sums, scales, t, count):
             fail(crew)
     return ticket + count
 
@@ -167,7 +177,7 @@ def gate(
     count: int,
     inner: int,
     activation: int,
-    wide: int,
+    form: int,
     q: Any,
     sums: Any,
     scales: Any,
@@ -176,6 +186,6 @@ def gate(
     for t in items(crew, ticket, count):
         at = t * 2 * inner
         activate(gated, at, inner, activation)
-        if not quantise(gated, at, inner, wide, q, sums, scales, t):
+        if not quantise(gated, at, inner, form, q, sums, scales, t, count):
             fail(crew)
     return ticket + count

@@ -1,7 +1,8 @@
-"""Compile all kernels before they are needed, in a process of its own.
+"""Compile kernels before they are needed, in a process of its own.
 
-Compiling takes 15 to 25 s of one core and 85 MB once on a machine; a worker that finds the kernels on disk
-needs neither. ``python -m p2pshard_node.engine.fused.prepare`` does it by hand.
+Compiling takes 15 to 25 s of one core and 85 MB once on a machine, and a few seconds for each layout of grouped
+weights; a worker that finds the kernels on disk needs neither. ``python -m p2pshard_node.engine.fused.prepare
+[LAYOUT]`` does it by hand.
 """
 
 from __future__ import annotations
@@ -9,38 +10,52 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 
+from p2pshard.models.groups import GROUP, LAYOUTS
 from p2pshard_node.engine.fused import ends, layers
-from p2pshard_node.engine.fused.cache import FOLDER
 from p2pshard_node.engine.fused.norm import NORM
 from p2pshard_node.engine.fused.product import MATRIX
 from p2pshard_node.engine.fused.rotary import angles
 from p2pshard_node.engine.fused.tickets import alone
+from p2pshard_node.engine.groups.kernels import multiplier
+from p2pshard_node.engine.groups.make import make_groups
+from p2pshard_node.engine.kernel_cache import FOLDER
 
 __all__ = ["compile_all", "prepare"]
 
 log = logging.getLogger(__name__)
 
-_DONE = FOLDER / "complete"
 _SECONDS = 600
 
 
-def prepare() -> None:
-    """See that the kernels are on disk. Where that cannot be, they are compiled here when first called."""
-    if _DONE.exists():
+def prepare(layout: str | None = None) -> None:
+    """See that the kernels of a step, or the product of a layout of `p2pshard.models.groups`, are on disk.
+
+    Where that cannot be, they are compiled here when first called.
+    """
+    if _mark(layout).exists():
         return
-    log.info("compiling kernels for this processor, once: about 20 s")
+    if layout is None:
+        log.info("compiling kernels for this processor, once: about 20 s")
+    else:
+        log.info("compiling the product of %s weights for this processor, once: about 5 s", layout)
     try:
         subprocess.run(
-            [sys.executable, "-m", "p2pshard_node.engine.fused.prepare"],
+            [sys.executable, "-m", "p2pshard_node.engine.fused.prepare", *([layout] if layout else [])],
             check=True,
             timeout=_SECONDS,
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("kernels were not compiled ahead, this process does it: %s", error)
+
+
+def _mark(layout: str | None) -> Path:
+    """Exists once they are compiled."""
+    return FOLDER / f"complete{'-' + layout if layout else ''}"
 
 
 def compile_all() -> None:
@@ -70,9 +85,18 @@ def compile_all() -> None:
     ends.linear(crew, floats(0, 16), one_matrix, floats(0, 16), q, sums, scales, scratches)
     ends.embed(0, none, zero, floats(0, 16))
     ends.all_finite(floats(0, 16))
+    for name in ("Q4_1", "Q8_0"):
+        make_groups(LAYOUTS[name], floats(1, GROUP))
+
+
+def main(layout: str | None) -> None:
+    if layout is None:
+        compile_all()
+    else:
+        multiplier(LAYOUTS[layout], wide=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    _mark(layout).touch()
 
 
 if __name__ == "__main__":
-    compile_all()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    _DONE.touch()
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,5 +1,6 @@
-"""Linear layers over int8 weights and dynamically quantised rows.
+"""Linear layers over int8 or grouped weights and dynamically quantised rows.
 
+Of grouped weights see `p2pshard_node.engine.groups.kernels`; of int8 ones, a scale a row:
 y[t, n] = s[t] w[n] (sum_k q1[t, k] v[n, k] + sum_k q2[t, k] v[n, k] / 254) / 127, with s the largest magnitude
 of the row, q1 = round(127 x / s), and q2 = round(254 (127 x / s - q1)) on layers that take two rows a token.
 """
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from p2pshard.models.groups import GROUP
 from p2pshard_node.engine.fused.maths import ROUND, ROUND_BITS
 from p2pshard_node.engine.fused.tiles import PANEL, tile1, tile2, tile4
 from p2pshard_node.engine.fused.vectors import (
@@ -28,24 +30,55 @@ from p2pshard_node.engine.fused.vectors import (
     store_bytes,
     total_int,
 )
+from p2pshard_node.engine.groups.emit import record_bytes
+from p2pshard_node.engine.groups.kernels import call_product, record_row
 
-__all__ = ["MATRIX", "multiply", "panels_of", "quantise"]
+__all__ = [
+    "GROUPS",
+    "MATRIX",
+    "ONE_ROW",
+    "TWO_ROWS",
+    "WIDE_GROUPS",
+    "input_bytes",
+    "multiply",
+    "panels_of",
+    "quantise",
+]
 
+#: What a matrix multiplies: one int8 row a token, two of them, or the same with a scale for every 32 values.
+ONE_ROW, TWO_ROWS, GROUPS, WIDE_GROUPS = range(4)
 #: A matrix in memory: addresses of its panels (uint8), scales (float32 [outputs]) and bias (float32 [outputs], 0:
-#: none), and whether its input has two rows a token.
+#: none), the form of its input, and of grouped weights the address of their product and the blocks of a row.
 MATRIX = np.dtype(
-    [(name, np.int64) for name in ("panels", "scales", "bias", "outputs", "inputs", "wide")], align=True
+    [
+        (name, np.int64)
+        for name in ("panels", "scales", "bias", "outputs", "inputs", "form", "product", "blocks")
+    ],
+    align=True,
 )
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
 
-@njit
-def quantise(x: Any, at: int, width: int, wide: int, q: Any, sums: Any, scales: Any, token: int) -> bool:
-    """Row `token` of `q`, from `width` floats (a multiple of 16) of `x`; whether all are finite.
+def input_bytes(width: int, form: int) -> int:
+    """Of a token's row of `width` values in a matrix's `form`."""
+    if form >= GROUPS:
+        return width // GROUP * record_bytes(form == WIDE_GROUPS)
+    return width * (1 + (form == TWO_ROWS))
 
-    `q`: int8, rows of `width`, one or two a token; `sums`: int32 sum of each row; `scales`: s / 127.
+
+@njit
+def quantise(
+    x: Any, at: int, width: int, form: int, q: Any, sums: Any, scales: Any, token: int, count: int
+) -> bool:
+    """Row `token` of the `count` in `q`, from `width` floats (a multiple of 16) of `x`; whether all are finite.
+
+    `q`: int8, rows of `width`, one or two a token; `sums`: int32 sum of each row; `scales`: s / 127. Or, for groups,
+    all in `q`.
     """
+    if form >= GROUPS:
+        return record_row(x.ctypes.data + 4 * at, width, form == WIDE_GROUPS, q.ctypes.data, token, count)
+    wide = form
     most = ints(np.int32(0))
     for i in range(0, width, LANES):
         most = larger_int(most, bits(load(x, at + i)) & ints(_MAGNITUDE))
@@ -74,7 +107,8 @@ def quantise(x: Any, at: int, width: int, wide: int, q: Any, sums: Any, scales: 
 
 @njit
 def panels_of(matrix: Any) -> int:
-    return (matrix.outputs + PANEL - 1) // PANEL
+    rows = PANEL if matrix.form < GROUPS else LANES
+    return (matrix.outputs + rows - 1) // rows
 
 
 @njit
@@ -96,7 +130,14 @@ def multiply(
 
     `scratch`: int32 [256].
     """
-    width, outputs, wide = matrix.inputs, min(matrix.outputs, end * PANEL), matrix.wide
+    if matrix.form >= GROUPS:
+        end = min(end, panels_of(matrix))
+        call_product(
+            matrix.product, matrix.panels, matrix.bias, q.ctypes.data, matrix.blocks, matrix.outputs, start, end,
+            tokens, y.ctypes.data, stride, column,
+        )  # fmt: skip
+        return
+    width, outputs, wide = matrix.inputs, min(matrix.outputs, end * PANEL), matrix.form
     rows = tokens * (1 + wide)
     address, work = q.ctypes.data, scratch.ctypes.data
     for first in range(start * PANEL, outputs, PANEL):
@@ -139,7 +180,7 @@ def _write(
     scale, less = floats(scales[token]), ints(np.int32(128) * sums[row])
     for j in range(0, count, LANES):
         value = converted(int_lanes_at(scratch, line * PANEL + j) - less)
-        if matrix.wide:
+        if matrix.form == TWO_ROWS:
             rest = int_lanes_at(scratch, (line + 1) * PANEL + j) - ints(np.int32(128) * sums[row + 1])
             value = value + converted(rest) * floats(np.float32(1.0 / 254.0))
         value = value * load(matrix.scales, first + j) * scale

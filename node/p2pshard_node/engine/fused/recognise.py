@@ -26,10 +26,19 @@ from p2pshard_node.engine.fused.layers import (
 from p2pshard_node.engine.fused.norm import NORM
 from p2pshard_node.engine.fused.product import MATRIX
 from p2pshard_node.engine.fused.runner import Embedding, FusedStage, Head
-from p2pshard_node.engine.fused.structure import LayerParts, NormParts, Unrecognised, describe, norm_parts
+from p2pshard_node.engine.fused.structure import (
+    LayerParts,
+    NormParts,
+    QuantLinear,
+    Unrecognised,
+    describe,
+    norm_parts,
+)
+from p2pshard_node.engine.groups.linear import GroupEmbedding
+from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.placement import Placement
-from p2pshard_node.engine.quant import Int8Linear, WideEmbedding
+from p2pshard_node.engine.quant import WideEmbedding
 
 __all__ = ["PROBE", "recognise"]
 
@@ -158,6 +167,8 @@ def _assemble(modules: StageModules, pool: KvPool, parts: dict[int, LayerParts],
         ):
             for j, linear in enumerate(linears):
                 matrices[i, first + j] = linear.matrix[0]
+            if len({int(form) for form in matrices["form"][i, first : first + len(linears)]}) > 1:
+                raise Unrecognised(f"matrices of layer {index} take one input in several forms")
         for j, norm in enumerate(part.norms):
             if norm is not None:
                 norms[i, j] = _norm(norm)
@@ -241,22 +252,27 @@ def _difference(stage: FusedStage, i: int, seen: _Seen, index: int, placement: P
 # -- ends -----------------------------------------------------------------------------------------
 def _embedding(modules: StageModules, given: np.ndarray, seen: _Seen) -> Embedding:
     module = modules.base.embed_tokens
-    if not isinstance(module, WideEmbedding) or module.table.shape[1] % 16:
+    if isinstance(module, GroupEmbedding):
+        table: torch.Tensor | GroupMatrix = module.table
+        rows = module.table.take(given)
+    elif isinstance(module, WideEmbedding) and module.table.shape[1] % 16 == 0:
+        table = module.table
+        rows = module.table[torch.from_numpy(given)].float().numpy()
+    else:
         raise Unrecognised("an embedding in another form")
-    rows = module.table[torch.from_numpy(given)].float().numpy()
     want = seen.before[modules.part.first]
     inner: Any = module.embedding
     names = ((inner, "embed_scale"), (inner, "scalar_embed_scale"), (modules.base, "embedding_multiplier"))
     factors = [1.0, *(float(getattr(owner, name)) for owner, name in names if hasattr(owner, name))]
     for factor in factors:
         if np.allclose(rows * np.float32(factor), want, rtol=1e-6, atol=0):
-            return Embedding(module.table, factor)
+            return Embedding(table, factor)
     raise Unrecognised("the embedding is more than a scaled row of its table")
 
 
 def _head(modules: StageModules, stage: FusedStage, seen: _Seen) -> Head:
     linear, norm = modules.model.lm_head, norm_parts(modules.base.norm.norm)
-    if not isinstance(linear, Int8Linear):
+    if not isinstance(linear, QuantLinear):
         raise Unrecognised("a head that is not quantised")
     table = np.zeros(1, NORM)
     table[0] = _norm(norm)

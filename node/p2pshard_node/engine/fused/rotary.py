@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from p2pshard_node.engine.fused.cache import kernel
 from p2pshard_node.engine.fused.maths import rotation
+from p2pshard_node.engine.kernel_cache import kernel
 
 __all__ = ["angles", "rotate"]
 

@@ -11,9 +11,11 @@ import torch
 from p2pshard_node.engine.fused import ends
 from p2pshard_node.engine.fused.layers import run_layers, state_size
 from p2pshard_node.engine.fused.phases import TILE
+from p2pshard_node.engine.fused.product import TWO_ROWS, WIDE_GROUPS, input_bytes
 from p2pshard_node.engine.fused.rotary import angles
 from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.fused.vectors import LANES
+from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.placement import Placement
 
@@ -22,9 +24,18 @@ __all__ = ["Embedding", "FusedStage", "Head"]
 
 @dataclass(frozen=True)
 class Embedding:
-    table: torch.Tensor
-    """bfloat16 [V, D]."""
+    table: torch.Tensor | GroupMatrix
+    """[V, D], bfloat16 or grouped."""
     factor: float
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T, D] of token ids (int [T])."""
+        factor = np.float32(self.factor)
+        if isinstance(self.table, GroupMatrix):
+            return self.table.take(ids) * factor
+        made = np.empty((len(ids), self.table.shape[1]), np.float32)
+        ends.embed(self.table.data_ptr(), ids.astype(np.int64), factor, made)
+        return made
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,8 @@ class FusedStage:
         across = max(hidden_size, inner, self._across)
         self._y = np.empty((TILE, hidden_size), np.float32)
         self._gated = np.empty((TILE, 2 * inner), np.float32)
-        self._q = np.empty((2 * TILE, across), np.int8)
+        most = max(input_bytes(across, form) for form in (TWO_ROWS, WIDE_GROUPS))
+        self._q = np.empty((TILE, most), np.int8)
         self._sums, self._scales = np.empty(2 * TILE, np.int32), np.empty(TILE, np.float32)
         self._team = team(torch.get_num_threads())
         ranks = self._team.threads
@@ -91,11 +103,8 @@ class FusedStage:
 
         `given`: token ids (int [T]) on a stage with the embedding, else float32 [T, D].
         """
-        count = placement.tokens
         if self.embedding is not None:
-            hidden = np.empty((count, self.hidden_size), np.float32)
-            table, factor = self.embedding.table.data_ptr(), np.float32(self.embedding.factor)
-            ends.embed(table, given.astype(np.int64), factor, hidden)
+            hidden = self.embedding.rows(given)
         else:
             hidden = np.array(given, dtype=np.float32, order="C")
         return hidden, self.run_layers(placement, hidden, slice(None))

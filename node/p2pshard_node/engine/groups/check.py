@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+import torch
 
 from p2pshard.errors import Internal
 from p2pshard.models.groups import FINE, GROUP, PLAIN, GroupLayout
 from p2pshard_node.engine.groups.features import target_features
-from p2pshard_node.engine.groups.kernels import multiplier, records
+from p2pshard_node.engine.groups.linear import GroupLinear
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.groups.reference import reference_product
 from p2pshard_node.engine.groups.repack import GroupRows
@@ -28,9 +29,7 @@ def check_exact(layout: GroupLayout, wide: bool) -> None:
     x_TK[0], x_TK[1], x_TK[2] = 1, -1, 0
     matrix = GroupMatrix(layout, rows, groups * GROUP)
     matrix.fill(0, weights)
-    out_TN = np.empty((tokens, rows), np.float32)
-    run = multiplier(layout, wide)
-    run(matrix.data, records(x_TK, wide), matrix.blocks, rows, 0, matrix.panels, out_TN, 0)
+    out_TN = GroupLinear(matrix, None, wide=wide)(torch.from_numpy(x_TK)).numpy()
     if not np.array_equal(out_TN, reference_product(weights, x_TK, wide)):
         raise Internal(
             f"the compiled product of {layout.name} groups ({target_features().dot}) is not exact on this "

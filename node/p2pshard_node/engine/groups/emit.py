@@ -247,13 +247,14 @@ def emit_panel(
     panel: ir.Value,
     records: ir.Value,
     blocks: ir.Value,
+    bias: ir.Value,
     out: ir.Value,
     stride: ir.Value,
 ) -> None:
     """Products of one panel with `rows` activation rows: sixteen float32 at `out`, at `out` + `stride`, ...
 
     Addresses and sizes are integers. Records lie group after group, `rows` of them each. The sum is
-    ``y += (float(sum q x) s) a - m (a sum x)``, group after group.
+    ``y += (float(sum q x) s) a - m (a sum x)``, group after group, and at the end the sixteen float32 at `bias`.
     """
     e, b = _Emitter(builder, features), builder
     long = panel.type
@@ -324,12 +325,13 @@ def emit_panel(
         return _loop(b, ir.Constant(long, layout.groups), sums, one)
 
     sums = _loop(b, blocks, [_every(V16F32, 0.0)] * rows, block)
+    last = e.load(bias, 0, V16F32)
     for row, value in enumerate(sums):
-        e.store(value, at(out, stride, row))
+        e.store(b.fadd(value, last), at(out, stride, row))
 
 
-def emit_record(builder: ir.IRBuilder, wide: bool, x: ir.Value, record: ir.Value) -> None:
-    """Quantise the 32 float32 at `x` into a record.
+def emit_record(builder: ir.IRBuilder, wide: bool, x: ir.Value, record: ir.Value) -> ir.Value:
+    """Quantise the 32 float32 at `x` into a record; whether all are finite.
 
     The largest becomes 127 (wide: 127 x 128, in two int8 parts). Of values that are not all finite the scale is
     NaN, so that no product hides them.
@@ -367,3 +369,4 @@ def emit_record(builder: ir.IRBuilder, wide: bool, x: ir.Value, record: ir.Value
     product = b.fmul(scale, b.sitofp(b.neg(whole), F32))
     for i, value in enumerate((scale, product, whole, sums[0])):
         e.store(value, b.add(record, ir.Constant(record.type, tail + 4 * i)))
+    return finite

@@ -2,100 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from p2pshard.models.groups import LANES
-from p2pshard_node.engine.groups.kernels import multiplier, records
+from p2pshard_node.engine.fused.ends import linear
+from p2pshard_node.engine.fused.phases import TILE
+from p2pshard_node.engine.fused.product import GROUPS, MATRIX, WIDE_GROUPS, input_bytes
+from p2pshard_node.engine.fused.team import Work, team
+from p2pshard_node.engine.groups.kernels import multiplier
 from p2pshard_node.engine.groups.matrix import GroupMatrix
-from p2pshard_node.engine.groups.spread import spread
 
-__all__ = ["GroupEmbedding", "GroupLinear", "join"]
-
-_SMALL = 2_000_000
-"""Multiplications, in bytes of weights times rows, below which a second thread costs more than it saves."""
+__all__ = ["GroupEmbedding", "GroupLinear"]
 
 
 class GroupLinear(nn.Module):
-    """In place of a ``nn.Linear``: matrices of one input, one under the other.
+    """In place of a ``nn.Linear``.
 
     Activations become int8 with a scale for every 32 of them; `wide`: two int8 each, value and remainder,
     which costs nothing while the weights' bytes are what takes the time. A row's bits depend on nothing but
     the row.
     """
 
-    def __init__(self, matrices: Sequence[GroupMatrix], bias: torch.Tensor | None, *, wide: bool) -> None:
+    def __init__(self, table: GroupMatrix, bias: torch.Tensor | None, *, wide: bool) -> None:
         super().__init__()
-        self.matrices = tuple(matrices)
-        self.in_features = self.matrices[0].columns
-        self.out_features = sum(m.rows for m in self.matrices)
-        if any(m.columns != self.in_features for m in self.matrices):
-            raise ValueError(f"matrices of {[m.columns for m in self.matrices]} columns share no input")
+        self.table, self.wide = table, wide
+        self.in_features, self.out_features = table.columns, table.rows
         self.bias = bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.wide = wide
-        self._runs = [multiplier(m.layout, wide) for m in self.matrices]
+        self._product = multiplier(table.layout, wide)
+        self._matrix: np.ndarray | None = None
+        self._bias_N: torch.Tensor | None = None
+        self._team = team(torch.get_num_threads())
 
     @property
     def nbytes(self) -> int:
         """Of the weights and all that belongs to their groups."""
-        return sum(m.nbytes for m in self.matrices)
+        return self.table.nbytes
 
-    def product(self, x_TK: np.ndarray, out_TN: np.ndarray) -> None:
-        """``out = x W^T + bias``; both float32 and contiguous."""
-        tokens = len(x_TK)
-        if not tokens:
-            return
-        acts = records(x_TK, self.wide)
-        threads, column = torch.get_num_threads(), 0
-        for matrix, run in zip(self.matrices, self._runs, strict=True):
-
-            def part(first: int, last: int, m: Any = matrix, run: Any = run, column: int = column) -> None:
-                run(m.data, acts, m.blocks, m.rows, first, last, out_TN, column)
-
-            if threads == 1 or matrix.nbytes * tokens < _SMALL:
-                part(0, matrix.panels)
-            else:
-                spread(matrix.panels, threads, part)
-            column += matrix.rows
-        if self.bias is not None:
-            np.add(out_TN, self.bias.numpy(), out=out_TN)
+    @property
+    def matrix(self) -> np.ndarray:
+        """Where the weights lie: one `MATRIX`, valid as long as this module; once the bias has its value."""
+        if self._matrix is None:
+            table, bias = self.table, 0
+            if self.bias is not None:
+                self._bias_N = torch.zeros(table.panels * LANES)
+                self._bias_N[: table.rows] = self.bias
+                bias = self._bias_N.data_ptr()
+            self._matrix = np.zeros(1, MATRIX)
+            self._matrix[0] = (
+                table.data.ctypes.data,
+                0,
+                bias,
+                table.rows,
+                table.columns,
+                WIDE_GROUPS if self.wide else GROUPS,
+                self._product.address,
+                table.blocks,
+            )
+        return self._matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_TK = x.reshape(-1, self.in_features).contiguous().numpy()
-        out = torch.empty(len(x_TK), self.out_features)
-        self.product(x_TK, out.numpy())
-        return out.view(*x.shape[:-1], self.out_features)
-
-
-def join(linears: Sequence[GroupLinear]) -> GroupLinear:
-    """One layer that gives the outputs of several of one input, side by side, bit for bit.
-
-    Neighbours of one layout become one matrix, of which theirs are views from then on; nothing is held twice.
-    Raises `ValueError` where their inputs differ in width or in how they are quantised.
-    """
-    wide = {linear.wide for linear in linears}
-    if len(wide) != 1:
-        raise ValueError("layers with one and with two int8 an activation share no input")
-    if len({linear.in_features for linear in linears}) != 1:
-        raise ValueError(f"layers of {[n.in_features for n in linears]} inputs share no input")
-    merged: list[GroupMatrix] = []
-    run: list[GroupMatrix] = []
-    for matrix in [m for linear in linears for m in linear.matrices]:
-        if run and (run[-1].layout is not matrix.layout or run[-1].rows % LANES):
-            merged.append(GroupMatrix.merged(run))
-            run = []
-        run.append(matrix)
-    merged.append(GroupMatrix.merged(run))
-    bias = None
-    if any(linear.bias is not None for linear in linears):
-        bias = torch.cat(
-            [torch.zeros(n.out_features) if n.bias is None else n.bias.detach() for n in linears]
-        )
-    return GroupLinear(merged, bias, wide=wide.pop())
+        x_TK = x.detach().reshape(-1, self.in_features).contiguous()
+        y_TN = torch.empty(len(x_TK), self.out_features)
+        form = int(self.matrix["form"][0])
+        q = np.empty((min(TILE, len(x_TK)), input_bytes(self.in_features, form)), np.int8)
+        sums, scales = np.empty(0, np.int32), np.empty(0, np.float32)
+        scratches = np.empty((self._team.threads, 0), np.int32)
+        work = Work(self.table.nbytes, 1, len(x_TK))
+        # rows that are not finite come out as NaN, and only they
+        self._team.call(work, linear, x_TK.numpy(), self.matrix, y_TN.numpy(), q, sums, scales, scratches)
+        return y_TN.view(*x.shape[:-1], self.out_features)
 
 
 class GroupEmbedding(nn.Module):
@@ -108,11 +87,11 @@ class GroupEmbedding(nn.Module):
         self.embedding = embedding
         self.table = table
 
-    @property
-    def matrices(self) -> tuple[GroupMatrix, ...]:
-        return (self.table,)
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T, D] of the table."""
+        return self.table.take(ids)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.from_numpy(self.table.take(ids.reshape(-1).numpy()))
+        rows = torch.from_numpy(self.rows(ids.reshape(-1).numpy()))
         order = torch.arange(len(rows)).view(ids.shape)
         return cast(torch.Tensor, torch.func.functional_call(self.embedding, {"weight": rows}, (order,)))

@@ -10,8 +10,8 @@ import numpy as np
 
 from p2pshard.errors import UnsupportedModel
 from p2pshard.models.groups import GROUP, LAYOUTS, GroupLayout
-from p2pshard_node.engine.fused.cache import kernel
 from p2pshard_node.engine.groups.repack import GroupRows
+from p2pshard_node.engine.kernel_cache import kernel
 
 __all__ = ["make_groups"]
 

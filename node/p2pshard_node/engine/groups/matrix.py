@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from p2pshard.models.groups import GROUP, LANES, GroupLayout
@@ -29,30 +27,6 @@ class GroupMatrix:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Its first address and the one after its last."""
-        return self.data.ctypes.data, self.data.ctypes.data + self.data.nbytes
-
-    @classmethod
-    def merged(cls, matrices: Sequence[GroupMatrix]) -> GroupMatrix:
-        """Matrices of one layout, all but the last of whole panels, as one; they become views of it."""
-        if len(matrices) == 1:
-            return matrices[0]
-        first = matrices[0]
-        made = cls.__new__(cls)
-        made.layout, made.columns, made.blocks = first.layout, first.columns, first.blocks
-        made.rows = sum(m.rows for m in matrices)
-        made.panels = sum(m.panels for m in matrices)
-        made.data = np.empty(sum(m.nbytes for m in matrices), np.uint8)
-        at = 0
-        for matrix in matrices:
-            view = made.data[at : at + matrix.nbytes]
-            view[:] = matrix.data
-            matrix.data = view
-            at += matrix.nbytes
-        return made
 
     def fill(self, first: int, rows: GroupRows) -> None:
         """Store rows from `first` on; `first` begins a panel, and the end is one or the matrix's."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 import platformdirs
+from numba import types
 from numba.core import config
 
-__all__ = ["FOLDER", "kernel"]
+from p2pshard.models import groups
+
+__all__ = ["FOLDER", "kernel", "native"]
 
 
 def _processor() -> str:
@@ -31,7 +35,12 @@ def _processor() -> str:
 
 def _folder() -> Path:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in (
+        *sorted(here.glob("fused/*.py")),
+        *sorted(here.glob("groups/*.py")),
+        Path(str(groups.__file__)),
+    ):
         digest.update(path.read_bytes())
     versions = (numba.__version__, llvmlite.__version__, platform.python_version(), _processor())
     digest.update(repr(versions).encode())
@@ -48,9 +57,23 @@ def kernel(function: Callable[..., Any]) -> Any:
 
     No fast-math: LLVM may neither reorder sums nor contract products, so bits are the source's own.
     """
+    with _kept():
+        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+def native(function: Callable[..., None], arguments: int) -> Any:
+    """Compile `function` of so many integers and addresses so that other kernels can call it at its `address`;
+    kept as those of `kernel` are."""
+    with _kept():
+        signature = types.void(*[types.intp] * arguments)
+        return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(function)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
     before = config.CACHE_DIR
     config.CACHE_DIR = str(FOLDER)
     try:
-        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+        yield
     finally:
         config.CACHE_DIR = before
