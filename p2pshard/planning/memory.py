@@ -1,10 +1,10 @@
 """How many bytes a model needs, from its manifest alone: nothing of the weights is read.
 
 Weights. Float dtypes: every value of a tensor times the dtype's size; an embedding and a head that are one
-tensor are stored once on a stage that has both. ``int8``: each linear matrix one byte a value and four a
-row; the embedding table bfloat16 (a tied head is a second, int8 copy); norms, biases, routers and expert
-stacks float32. ``int4``: linear matrices and the embedding table in the file's own groups, or in ours, to the
-byte (`p2pshard.models.groups`), a tied head with the embedding once; what has no groups as in ``int8``.
+tensor are stored once on a stage that has both. ``int8``: each linear matrix and the embedding table one byte a
+value and four a row; norms, biases, routers and expert stacks float32. ``int4``: linear matrices and the
+embedding table in the file's own groups, or in ours, to the byte (`p2pshard.models.groups`); what has no groups
+as in ``int8``.
 
 KV. Blocks x block size x (key width + value width) x the size of a value, in each layer, whether or not the
 layer has a sliding window: all layers follow one block table. ``int8`` and ``int4`` compute, and keep KV, in
@@ -60,8 +60,8 @@ _KERNEL_BYTES = 28_000_000
 _QUERY_BLOCK = 128
 _MAX_SCORES = 1 << 21
 """Queries and scores that the engine's attention handles at once."""
-_NARROW = 1024
-"""Columns below which the int8 product pads."""
+_INT8_PANEL = (64, 16)
+"""Rows and columns to whose multiples int8 matrices are filled up."""
 _ROUTERS = ("ffn_gate_inp.", "mlp.gate.", "block_sparse_moe.gate.", "router.", "feed_forward.gate.")
 _EXPERTS = (".experts.", "_exps.")
 _KEYS = ("attn_k.weight", "k_proj.weight")
@@ -152,7 +152,7 @@ def profile_model(manifest: Manifest, dtype: str, name: str = "") -> ModelProfil
         layer_padding_bytes=tuple(padding),
         embedding_bytes=parts["embedding"],
         head_bytes=projection + parts["norm"],
-        shared_saving_bytes=projection if tied and sizes.shares(table) else 0,
+        shared_saving_bytes=projection if tied else 0,
         common_bytes=parts["shared"],
         hidden=_size(config, "hidden_size", "n_embd", "d_model"),
         vocabulary=table.shape[0],
@@ -222,19 +222,14 @@ class _Sizes:
         if len(tensor.shape) != 2:
             return values * 4
         grouped = self._grouped(tensor, True)
-        return values * 2 if grouped is None else grouped
-
-    def shares(self, table: TensorEntry) -> bool:
-        """Whether a tied head and the embedding are stored once."""
-        if self.dtype == "int4":
-            return self._grouped(table, True) is not None
-        return self.dtype != "int8"
+        return values + 4 * tensor.shape[0] if grouped is None else grouped
 
     def padding(self, tensor: TensorEntry) -> int:
-        """int8 kernels pad the rows of narrow matrices, by up to 15 % when measured."""
-        if self.dtype != "int8" or not _is_linear(tensor) or tensor.shape[1] >= _NARROW:
+        """int8 matrices are filled up to whole panels."""
+        if self.dtype not in ("int8", "int4") or not _is_linear(tensor) or self._grouped(tensor, False):
             return 0
-        return math.prod(tensor.shape) * 15 // 100
+        rows, columns = (-(-n // m) * m for n, m in zip(tensor.shape, _INT8_PANEL, strict=True))
+        return rows * (columns + 4) - tensor.shape[0] * (tensor.shape[1] + 4)
 
     def _grouped(self, tensor: TensorEntry, outer: bool) -> int | None:
         """None: not in groups."""

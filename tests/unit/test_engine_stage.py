@@ -189,12 +189,15 @@ def test_coarser_dtypes_stay_near_and_agree_across_cuts(
         np.testing.assert_array_equal(other, results[0])
 
 
-def test_int8_bytes(folder: Path) -> None:
-    stage = load(DirectoryWeights(folder), LLAMA, (0, 5), 6, dtype="int8")
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_bytes(tied: bool, tmp_path: Path) -> None:
+    config = {**LLAMA, "tie_word_embeddings": tied}
+    reference(config).save_pretrained(tmp_path)
+    stage = load(DirectoryWeights(tmp_path), config, (0, 5), 6, dtype="int8")
     d, f, kv, v, layers = 32, 64, 16, 97, 6
     linears = [(d, d), (kv, d), (kv, d), (d, d), (f, d), (f, d), (d, f)]
     per_layer = sum(n * k + 4 * n for n, k in linears) + 2 * d * 4
-    assert stage.weight_bytes == layers * per_layer + v * d * 2 + d * 4 + v * d + 4 * v
+    assert stage.weight_bytes == layers * per_layer + d * 4 + (1 if tied else 2) * (v * d + 4 * v)
     assert stage.kv_bytes == layers * 32 * 4 * 2 * 16 * 4
     assert "w8a8" in stage.kernels
 

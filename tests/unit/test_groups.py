@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from p2pshard_node.engine.embedding import QuantEmbedding
 from p2pshard_node.engine.groups.features import parse_features, target_features
-from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear
+from p2pshard_node.engine.groups.linear import GroupLinear
 from p2pshard_node.engine.groups.make import make_groups
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.groups.reference import reference_product
@@ -189,7 +190,7 @@ def test_an_embedding_gives_the_files_rows_and_scales_as_its_module_does() -> No
 
     table = repack("Q6_K", data)
     assert table is not None
-    embedding = GroupEmbedding(Scaled(50, 256, device="meta"), matrix_of(table))
+    embedding = QuantEmbedding(Scaled(50, 256, device="meta"), matrix_of(table), 256)
     ids = torch.tensor([[3, 49, 3], [0, 1, 17]])
     want = dequantised("Q6_K", data)[ids.numpy()] * np.float32(16)
     np.testing.assert_array_equal(embedding(ids).numpy(), want)

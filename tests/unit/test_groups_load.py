@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from p2pshard_node.engine.embedding import QuantEmbedding
 from p2pshard_node.engine.gguf_weights import open_weights
-from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear
-from p2pshard_node.engine.quant import Int8Linear, WideEmbedding
+from p2pshard_node.engine.groups.linear import GroupLinear
+from p2pshard_node.engine.quant import Int8Linear
 from p2pshard_node.engine.source import TensorSource
 from p2pshard_node.engine.stage import Row, StageModel
 from p2pshard_node.models.builder import build_model
@@ -58,7 +59,7 @@ def test_stages_give_the_bits_of_one_process(tmp_path: Path, tied: bool) -> None
     # and those of plain modules with the same weights, up to the rounding of activations
     with torch.no_grad():
         for name, module in stage._modules.model.named_modules():
-            if isinstance(module, GroupLinear | GroupEmbedding):
+            if isinstance(module, GroupLinear | QuantEmbedding):
                 matrix = module.table
                 values = torch.from_numpy(matrix.take(np.arange(matrix.rows)))
                 model.get_submodule(name).weight.copy_(values)
@@ -73,7 +74,7 @@ def test_linears_are_grouped_and_a_tied_table_is_held_once(tmp_path: Path) -> No
     assert len(modules_of(stage, GroupLinear)) == 6 * 7 + 1
     assert not modules_of(stage, torch.nn.Linear) and not modules_of(stage, Int8Linear)
     table = model.model.embed_tokens
-    assert isinstance(table, GroupEmbedding) and model.lm_head.table is table.table
+    assert isinstance(table, QuantEmbedding) and model.lm_head.table is table.table
     assert table.table.layout.name == "Q8_0"
     assert model.model.layers[2].mlp.down_proj.table.layout.name == "Q4_1"
     assert all(p.dtype == torch.float32 for p in model.parameters())
@@ -90,7 +91,8 @@ def test_rows_that_do_not_divide_into_groups_become_int8(tmp_path: Path) -> None
         tmp_path / "b", hidden_size=40, num_hidden_layers=2, tie_word_embeddings=True
     )
     stage = load(weights, config, (0, 1), 2, dtype="int4")
-    assert len(modules_of(stage, WideEmbedding)) == 1 and "lm_head" in modules_of(stage, Int8Linear)
+    table = stage._modules.base.embed_tokens.table
+    assert isinstance(table, Int8Linear) and stage._modules.model.lm_head is table
     logits = step([stage], [Row(1, 0, 3, tuple(range(32)), "logits")], [1, 2, 3])
     assert np.isfinite(logits).all()
 

@@ -79,13 +79,13 @@ def test_a_tied_head_is_stored_once_on_one_stage_and_twice_on_two() -> None:
     assert profile.weight_bytes(0, 0) + profile.weight_bytes(1, 1) == layers + (2 * V * D + D) * 4
 
 
-def test_int8_counts_rows_and_keeps_the_table_in_bfloat16() -> None:
+def test_int8_counts_rows_and_holds_a_tied_table_once() -> None:
     for tied in (False, True):
         profile = profile_model(manifest(tied=tied), "int8")
         assert profile.layer_bytes == (LAYER_LINEAR + 4 * LAYER_ROWS + 4 * LAYER_NORMS,) * 2
-        assert profile.embedding_bytes == V * D * 2
+        assert profile.embedding_bytes == V * D + 4 * V
         assert profile.head_bytes == V * D + 4 * V + 4 * D
-        assert profile.shared_saving_bytes == 0
+        assert profile.shared_saving_bytes == (V * D + 4 * V if tied else 0)
         assert profile.kv_token_bytes == (2 * KV * 4,) * 2
 
 
@@ -108,11 +108,11 @@ def test_int4_counts_the_files_groups_or_ours() -> None:
     assert bytes_of("Q4_0") == (layer * 18, table * 18, table * 18 + 4 * 512, table * 18)
     # eight groups share two float16 and have two bytes each
     assert bytes_of("Q4_K") == (layer * 37 // 2, table * 37 // 2, table * 37 // 2 + 4 * 512, table * 37 // 2)
-    # rows of 100 do not divide into groups: int8, and a bfloat16 table beside the tied head
+    # rows of 100 do not divide into groups: int8
     shapes = {name: (*shape[:-1], 100) for name, shape in shapes.items()}
     found = profile_model(of("gguf", "F16", shapes, config), "int4")
-    assert found.layer_bytes == (288 * 104,) and found.embedding_bytes == 320 * 200
-    assert found.head_bytes == 320 * 104 + 400 and found.shared_saving_bytes == 0
+    assert found.layer_bytes == (288 * 104,) and found.embedding_bytes == 320 * 104
+    assert found.head_bytes == 320 * 104 + 400 and found.shared_saving_bytes == 320 * 104
 
 
 def test_what_the_author_of_a_grouped_file_left_in_floats_keeps_eight_bits() -> None:

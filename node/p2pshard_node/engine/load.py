@@ -14,13 +14,14 @@ from p2pshard.errors import ModelCorrupt, UnsupportedModel
 from p2pshard.models.groups import LANES, GroupLayout, grouped_as
 from p2pshard_node.engine import compat
 from p2pshard_node.engine.build import StageModules
+from p2pshard_node.engine.embedding import QuantEmbedding
 from p2pshard_node.engine.fused.prepare import prepare
 from p2pshard_node.engine.groups.check import check_exact
-from p2pshard_node.engine.groups.linear import GroupEmbedding, GroupLinear
+from p2pshard_node.engine.groups.linear import GroupLinear
 from p2pshard_node.engine.groups.make import make_groups
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.groups.repack import GroupRows
-from p2pshard_node.engine.quant import Int8Linear, WideEmbedding, row_blocks, takes_two_rows
+from p2pshard_node.engine.quant import Int8Linear, row_blocks, takes_two_rows
 from p2pshard_node.engine.quant import check_exact as check_int8
 
 __all__ = ["Weights", "load_weights", "weight_bytes"]
@@ -106,10 +107,7 @@ class _Loader:
         shared = False
         if self.modules.part.head and self.modules.tied:
             # a tied head is the embedding's tensor, whether or not the file also names it
-            shared = self.modules.part.embedding and not self.int8
-            if shared and self.int4:
-                width = self.wanted[self.embedding][1]
-                shared = self._layout(plan.direct.get(self.embedding), self.embedding, width) is not None
+            shared = self.modules.part.embedding
             if self.embedding in plan.direct:
                 plan.direct[HEAD] = plan.direct[self.embedding]
             if shared:
@@ -147,17 +145,17 @@ class _Loader:
             )
         if shared:
             self._share()
-        table = self.modules.base.embed_tokens
-        if (self.int8 or self.int4) and self.modules.part.embedding and not isinstance(table, GroupEmbedding):
-            self.modules.base.embed_tokens = WideEmbedding(table)
 
     def _share(self) -> None:
         """Give a tied head the embedding's table."""
-        table, head = self.modules.base.embed_tokens, self.model.lm_head
-        if isinstance(table, GroupEmbedding):
-            self.model.lm_head = self._linear(table.table, "lm_head", head.bias)
-        else:
-            head.weight = table.weight
+        embedding, head = self.modules.base.embed_tokens, self.model.lm_head
+        if not isinstance(embedding, QuantEmbedding):
+            head.weight = embedding.weight
+        elif isinstance(embedding.table, Int8Linear):
+            embedding.table.bias = head.bias
+            self.model.lm_head = embedding.table
+        elif isinstance(embedding.table, GroupMatrix):
+            self.model.lm_head = self._linear(embedding.table, "lm_head", head.bias)
 
     def _rows(self, source: str, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         whole = (first, end) == (0, (self.weights.shape(source) or (1,))[0])
@@ -165,7 +163,7 @@ class _Loader:
 
     def _dtype(self, target: str) -> torch.dtype:
         if self.int8 or self.int4:
-            return torch.bfloat16 if target == self.embedding else torch.float32
+            return torch.float32
         return torch.float32 if any(part in target for part in self.kept) else self.modules.dtype
 
     def _place(
@@ -180,18 +178,8 @@ class _Loader:
         shape, dtype = self.wanted[target], self._dtype(target)
         linear = isinstance(owner, nn.Linear) and leaf == "weight"
         matrix = linear and not _ROUTERS.search(path)
-        layout = None
-        if self.int4 and (matrix or target == self.embedding):
-            layout = self._layout(source, target, shape[1])
-        if layout is not None and target == self.embedding:
-            self._replace(path, GroupEmbedding(owner, self._matrix(layout, rows, shape, source)))
-        elif layout is not None:
-            self._replace(path, self._linear(self._matrix(layout, rows, shape, source), path, owner.bias))
-        elif matrix and (self.int8 or self.int4):
-            check_int8()
-            bias = cast("nn.Parameter | None", owner.bias)
-            read = partial(rows, dtype=torch.float32)
-            self._replace(path, Int8Linear(read, shape[0], shape[1], bias, two_rows=takes_two_rows(path)))
+        if (self.int8 or self.int4) and (matrix or target == self.embedding):
+            self._quantise(target, rows, shape, source, owner)
         else:
             # float32 products of one token run a third faster over columns; the values are the same
             by_columns = (
@@ -213,6 +201,26 @@ class _Loader:
             size *= n
         self.done += size
         self.progress(min(self.done, self.total), self.total)
+
+    def _quantise(
+        self, target: str, rows: Rows, shape: tuple[int, ...], source: str | None, owner: nn.Module
+    ) -> None:
+        """Put a quantised layer in place of `owner`, whose weight `rows` gives."""
+        path, embeds = target.rpartition(".")[0], target == self.embedding
+        layout = self._layout(source, target, shape[1]) if self.int4 else None
+        bias = None if embeds else cast("nn.Parameter | None", owner.bias)
+        made: nn.Module
+        if layout is not None:
+            matrix = self._matrix(layout, rows, shape, source)
+            made = QuantEmbedding(owner, matrix, shape[1]) if embeds else self._linear(matrix, path, bias)
+        else:
+            check_int8()
+            read = partial(rows, dtype=torch.float32)
+            # an embedding's table may become the head's
+            two_rows = takes_two_rows("lm_head" if embeds else path)
+            linear = Int8Linear(read, shape[0], shape[1], bias, two_rows=two_rows)
+            made = QuantEmbedding(owner, linear, shape[1]) if embeds else linear
+        self._replace(path, made)
 
     def _linear(self, matrix: GroupMatrix, path: str, bias: object) -> GroupLinear:
         wide = takes_two_rows(path)
@@ -279,5 +287,5 @@ def weight_bytes(model: nn.Module) -> int:
     tensors: dict[int, int] = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *persistent)}
     total = sum(tensors.values()) + sum(m.nbytes for m in model.modules() if isinstance(m, Int8Linear))
     # a tied head has its embedding's table
-    tables = {m.table for m in model.modules() if isinstance(m, GroupLinear | GroupEmbedding)}
-    return total + sum(table.nbytes for table in tables)
+    tables = {m.table for m in model.modules() if isinstance(m, GroupLinear | QuantEmbedding)}
+    return total + sum(table.nbytes for table in tables if isinstance(table, GroupMatrix))

@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.fused.tiles import PANEL
 from p2pshard_node.engine.fused.vectors import LANES
 
-__all__ = ["Int8Linear", "WideEmbedding", "check_exact", "quantise_rows", "row_blocks", "takes_two_rows"]
+__all__ = ["Int8Linear", "check_exact", "quantise_rows", "row_blocks", "takes_two_rows"]
 
 #: Most float elements of a matrix held at once while it is converted.
 BLOCK_ELEMENTS = 1 << 21
@@ -123,6 +122,14 @@ class Int8Linear(nn.Module):
         rows = self._panels.transpose(1, 2).contiguous().view(-1, self._width // 4).view(torch.uint8)
         return (rows ^ 0x80).view(torch.int8)[: self.out_features, : self.in_features]
 
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """float32 [len(indices), K] of some rows."""
+        panel, lane = indices // PANEL, indices % PANEL
+        fours = self._panels.numpy()[panel, :, lane]
+        values = (fours.view(np.uint8) ^ 0x80).view(np.int8)[:, : self.in_features]
+        rows: np.ndarray = values.astype(np.float32) * self._scales_N.numpy()[indices, None]
+        return rows
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_TK = x.detach().reshape(-1, self.in_features).contiguous()
         if self._width != self.in_features:
@@ -170,23 +177,3 @@ def check_exact() -> None:
                 f"the compiled int8 product of {rows} x {columns} is not exact on this processor; "
                 "use float32 or bfloat16, and report this with the output of `p2pshard status`"
             )
-
-
-class WideEmbedding(nn.Module):
-    """An embedding whose table is stored in bfloat16 and whose result is computed, scaling included, in
-    float32."""
-
-    def __init__(self, embedding: nn.Module) -> None:
-        super().__init__()
-        self.embedding = embedding
-
-    @property
-    def table(self) -> torch.Tensor:
-        """bfloat16 [V, D]."""
-        return cast(torch.Tensor, self.embedding.weight)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        table: Any = self.embedding.weight
-        rows: torch.Tensor = table.index_select(0, ids.reshape(-1)).float()
-        order = torch.arange(len(rows)).view(ids.shape)
-        return cast(torch.Tensor, torch.func.functional_call(self.embedding, {"weight": rows}, (order,)))

@@ -26,7 +26,7 @@ from p2pshard_node.engine.heap import returned_at_once
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.load import Weights, load_weights, weight_bytes
 from p2pshard_node.engine.placement import Placement
-from p2pshard_node.engine.quant import Int8Linear, check_exact, takes_two_rows
+from p2pshard_node.engine.quant import check_exact
 
 if TYPE_CHECKING:
     from p2pshard_node.engine.source import TensorSource
@@ -177,9 +177,6 @@ class StageModel:
         finish(modules, device)
         if dtype == "int8":
             check_exact()
-            for name, module in modules.model.named_modules():
-                if isinstance(module, Int8Linear):
-                    module.two_rows = takes_two_rows(name)
         # after the weights, so that what loading needs for a moment and the pool are never held together
         pool = KvPool(modules.kv, blocks=blocks, block_size=block_size, dtype=DTYPES[dtype], device=device)
         stage = cls(modules, pool, dtype, device)

@@ -12,17 +12,14 @@ from p2pshard_node.engine.fused.tickets import fail, failed, items
 from p2pshard_node.engine.fused.vectors import (
     LANES,
     bits,
-    floats,
     highest_int,
     ints,
     larger_int,
     load,
-    store,
-    widen,
 )
 from p2pshard_node.engine.kernel_cache import kernel
 
-__all__ = ["all_finite", "embed", "head", "linear", "places"]
+__all__ = ["all_finite", "head", "linear", "places"]
 
 
 @kernel
@@ -74,15 +71,6 @@ def linear(crew: Any, x: Any, matrix: Any, y: Any, q: Any, sums: Any, scales: An
             crew, ticket, matrix, q, sums, scales, count, y, wanted, begin * wanted, scratches[crew.rank]
         )
     return not failed(crew)
-
-
-@kernel
-def embed(table: int, ids: Any, factor: Any, hidden: Any) -> None:
-    """hidden [T, D] = factor x rows `ids` (int64) of the bfloat16 table at an address."""
-    width = hidden.shape[1]
-    for t in range(ids.shape[0]):
-        for d in range(0, width, LANES):
-            store(hidden, t * width + d, widen(table, ids[t] * width + d) * floats(factor))
 
 
 @kernel

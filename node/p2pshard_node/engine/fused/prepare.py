@@ -83,7 +83,6 @@ def compile_all() -> None:
         q, sums, scales, ranks, scratches,
     )  # fmt: skip
     ends.linear(crew, floats(0, 16), one_matrix, floats(0, 16), q, sums, scales, scratches)
-    ends.embed(0, none, zero, floats(0, 16))
     ends.all_finite(floats(0, 16))
     for name in ("Q4_1", "Q8_0"):
         make_groups(LAYOUTS[name], floats(1, GROUP))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from p2pshard_node.engine.build import StageModules
+from p2pshard_node.engine.embedding import QuantEmbedding
 from p2pshard_node.engine.fused.layers import (
     DOWN,
     GATE,
@@ -34,11 +35,8 @@ from p2pshard_node.engine.fused.structure import (
     describe,
     norm_parts,
 )
-from p2pshard_node.engine.groups.linear import GroupEmbedding
-from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.placement import Placement
-from p2pshard_node.engine.quant import WideEmbedding
 
 __all__ = ["PROBE", "recognise"]
 
@@ -252,21 +250,16 @@ def _difference(stage: FusedStage, i: int, seen: _Seen, index: int, placement: P
 # -- ends -----------------------------------------------------------------------------------------
 def _embedding(modules: StageModules, given: np.ndarray, seen: _Seen) -> Embedding:
     module = modules.base.embed_tokens
-    if isinstance(module, GroupEmbedding):
-        table: torch.Tensor | GroupMatrix = module.table
-        rows = module.table.take(given)
-    elif isinstance(module, WideEmbedding) and module.table.shape[1] % 16 == 0:
-        table = module.table
-        rows = module.table[torch.from_numpy(given)].float().numpy()
-    else:
+    if not isinstance(module, QuantEmbedding):
         raise Unrecognised("an embedding in another form")
+    rows = module.table.take(given)
     want = seen.before[modules.part.first]
     inner: Any = module.embedding
     names = ((inner, "embed_scale"), (inner, "scalar_embed_scale"), (modules.base, "embedding_multiplier"))
     factors = [1.0, *(float(getattr(owner, name)) for owner, name in names if hasattr(owner, name))]
     for factor in factors:
         if np.allclose(rows * np.float32(factor), want, rtol=1e-6, atol=0):
-            return Embedding(table, factor)
+            return Embedding(module.table, factor)
     raise Unrecognised("the embedding is more than a scaled row of its table")
 
 

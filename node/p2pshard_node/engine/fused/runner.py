@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from p2pshard_node.engine.embedding import Table
 from p2pshard_node.engine.fused import ends
 from p2pshard_node.engine.fused.layers import run_layers, state_size
 from p2pshard_node.engine.fused.phases import TILE
@@ -15,7 +16,6 @@ from p2pshard_node.engine.fused.product import TWO_ROWS, WIDE_GROUPS, input_byte
 from p2pshard_node.engine.fused.rotary import angles
 from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.fused.vectors import LANES
-from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.placement import Placement
 
@@ -24,18 +24,8 @@ __all__ = ["Embedding", "FusedStage", "Head"]
 
 @dataclass(frozen=True)
 class Embedding:
-    table: torch.Tensor | GroupMatrix
-    """[V, D], bfloat16 or grouped."""
+    table: Table
     factor: float
-
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T, D] of token ids (int [T])."""
-        factor = np.float32(self.factor)
-        if isinstance(self.table, GroupMatrix):
-            return self.table.take(ids) * factor
-        made = np.empty((len(ids), self.table.shape[1]), np.float32)
-        ends.embed(self.table.data_ptr(), ids.astype(np.int64), factor, made)
-        return made
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class FusedStage:
         `given`: token ids (int [T]) on a stage with the embedding, else float32 [T, D].
         """
         if self.embedding is not None:
-            hidden = self.embedding.rows(given)
+            hidden = self.embedding.table.take(given) * np.float32(self.embedding.factor)
         else:
             hidden = np.array(given, dtype=np.float32, order="C")
         return hidden, self.run_layers(placement, hidden, slice(None))

@@ -39,7 +39,6 @@ __all__ = [
     "store_bytes",
     "total",
     "total_int",
-    "widen",
 ]
 
 LANES = 16
@@ -178,20 +177,6 @@ def int_lanes_at(typing: Any, place: Any, offset: Any) -> Any:
         return value
 
     return int_lanes(place, types.intp), generate
-
-
-@intrinsic
-def widen(typing: Any, place: Any, offset: Any) -> Any:
-    """Sixteen bfloat16 from `place`, as float32."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.VectorType(I16, LANES)
-        value = builder.load(pointer(context, builder, sig.args[0], args[0], args[1], kind, 2))
-        value.align = 2
-        high = builder.shl(builder.zext(value, INTS), ir.Constant(INTS, [16] * LANES))
-        return builder.bitcast(high, FLOATS)
-
-    return float_lanes(place, types.intp), generate
 
 
 def _simple(result: Any, arguments: Sequence[Any], build: Callable[..., Any]) -> Any:

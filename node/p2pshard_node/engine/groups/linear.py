@@ -1,8 +1,6 @@
-"""Linear layers and embeddings over grouped weights."""
+"""Linear layers over grouped weights."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import numpy as np
 import torch
@@ -16,7 +14,7 @@ from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.groups.kernels import multiplier
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 
-__all__ = ["GroupEmbedding", "GroupLinear"]
+__all__ = ["GroupLinear"]
 
 
 class GroupLinear(nn.Module):
@@ -75,23 +73,3 @@ class GroupLinear(nn.Module):
         # rows that are not finite come out as NaN, and only they
         self._team.call(work, linear, x_TK.numpy(), self.matrix, y_TN.numpy(), q, sums, scales, scratches)
         return y_TN.view(*x.shape[:-1], self.out_features)
-
-
-class GroupEmbedding(nn.Module):
-    """An embedding whose table is grouped: the rows looked up become float32, and the module's own scaling is
-    applied to them."""
-
-    def __init__(self, embedding: nn.Module, table: GroupMatrix) -> None:
-        super().__init__()
-        embedding.weight = nn.Parameter(torch.empty(0, table.columns), requires_grad=False)
-        self.embedding = embedding
-        self.table = table
-
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T, D] of the table."""
-        return self.table.take(ids)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.from_numpy(self.rows(ids.reshape(-1).numpy()))
-        order = torch.arange(len(rows)).view(ids.shape)
-        return cast(torch.Tensor, torch.func.functional_call(self.embedding, {"weight": rows}, (order,)))
