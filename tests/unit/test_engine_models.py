@@ -51,16 +51,12 @@ def stages_of(path: Path, folder: Path, starts: list[int], dtype: str) -> tuple[
     return stages, read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "starts", "prompt"),
     [
         ("smollm2-135m-instruct.gguf", [10, 20], [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198]),
-        pytest.param(
-            "gemma3-270m.gguf",
-            [5],
-            [2, 818, 5279, 529, 7001, 563, 506, 3207, 532, 1061, 9, 77],
-            marks=pytest.mark.slow,
-        ),
+        ("gemma3-270m.gguf", [5], [2, 818, 5279, 529, 7001, 563, 506, 3207, 532, 1061, 9, 77]),
     ],
 )
 def test_three_stages_equal_transformers(

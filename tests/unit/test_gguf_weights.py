@@ -456,9 +456,8 @@ def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "name", ["smollm2-135m-instruct", pytest.param("gemma3-270m", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m"])
 def test_real_files_load_as_transformers_loads_them(tmp_path: Path, name: str) -> None:
     from tests.unit.text_models import model_path
 

@@ -115,6 +115,7 @@ def test_a_tiny_model_on_one_stage(tmp_path: Path, dtype: str, tied: bool) -> No
     assert got["peak"] - got["before"] <= planned, (got, planned)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_cut_in_the_middle(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "model", layers=5, tied=True)
     for first, last in ((0, 1), (2, 3), (4, 4)):
@@ -125,9 +126,10 @@ def test_a_tiny_model_cut_in_the_middle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "first", "last", "context"),
     [
-        ("smollm2-135m-instruct", "int8", 0, 9, 8192),
+        pytest.param("smollm2-135m-instruct", "int8", 0, 9, 8192, marks=pytest.mark.slow),
+        ("smollm2-135m-instruct", "int4", 0, 9, 8192),
         pytest.param("smollm2-135m-instruct", "bfloat16", 20, -1, 8192, marks=pytest.mark.slow),
-        ("smollm2-135m-instruct", "float32", 0, -1, 2048),
+        pytest.param("smollm2-135m-instruct", "float32", 0, -1, 2048, marks=pytest.mark.slow),
         pytest.param("gemma3-270m", "int8", 9, -1, 8192, marks=pytest.mark.slow),
         pytest.param("qwen2.5-coder-1.5b-instruct", "int8", 0, 9, 8192, marks=pytest.mark.slow),
         pytest.param("qwen2.5-coder-1.5b-instruct", "int8", 20, -1, 8192, marks=pytest.mark.slow),
