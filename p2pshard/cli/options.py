@@ -92,9 +92,7 @@ def plan_flags(function: F) -> F:
             click.option(
                 "--concurrency",
                 type=click.IntRange(min=1),
-                default=1,
-                show_default=True,
-                help="How many full contexts to keep room for.",
+                help="How many full contexts to keep room for, at least. Default: what a running deployment has, else 1.",
             ),
             click.option(
                 "--dtype",
@@ -129,7 +127,7 @@ def plan_flags(function: F) -> F:
 
 def plan_options(
     context: int | None,
-    concurrency: int,
+    concurrency: int | None,
     dtype: str,
     layers: tuple[tuple[str, tuple[int, int]], ...],
     nodes: int | None,

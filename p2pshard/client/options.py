@@ -23,8 +23,8 @@ class PlanOptions(TypedDict, total=False):
 
     context: int | None
     """Tokens one sequence may have; None: the largest that fits, at least 8,192 or the model's most."""
-    concurrency: int
-    """Full contexts that the KV pool holds; 1."""
+    concurrency: int | None
+    """Full contexts that the KV pool holds, at least; None: as many as the running deployment has, else 1."""
     dtype: str
     """``auto`` (as the file has it), ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``."""
     nodes: int | None
@@ -74,7 +74,7 @@ class GenerateOptions(TypedDict, total=False):
 def settings_json(
     *,
     context: int | None = None,
-    concurrency: int = 1,
+    concurrency: int | None = None,
     dtype: str = "auto",
     nodes: int | None = None,
     layers: Mapping[str, tuple[int, int]] | None = None,

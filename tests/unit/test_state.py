@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from p2pshard_node.cluster.state import Deployments, deployment_id, settings_satisfied
 
+from p2pshard.client.options import settings_json
 from p2pshard.transport.generated import control_pb2 as pb
 
 
@@ -122,16 +123,20 @@ def test_find_takes_the_wanted_and_ready_one_of_a_name(path: Path) -> None:
         ({"context": 4096}, True),
         ({"context": 2048}, False),
         ({"dtype": "float32"}, False),
+        ({"concurrency": None}, True),
         ({"concurrency": 1}, True),
-        ({"concurrency": 2}, False),
+        ({"concurrency": 4}, True),
+        ({"concurrency": 5}, False),
         ({"nodes": 3}, False),
     ],
 )
 def test_what_is_not_asked_for_by_name_may_be_as_it_is(asked: dict[str, object], same: bool) -> None:
     existing = json.dumps(
-        {"context": 4096, "concurrency": 1, "dtype": "auto", "nodes": None, "layers": {}, "exclude": []}
+        {"context": 4096, "concurrency": 4, "dtype": "auto", "nodes": None, "layers": {}, "exclude": []}
     )
     assert settings_satisfied(json.dumps(asked), existing) is same
+    assert settings_satisfied(settings_json(), existing)  # what `run` asks for without flags
+    assert settings_satisfied(json.dumps({"concurrency": 1}), "{}")
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.booleans()), max_size=12))

@@ -32,11 +32,14 @@ def deployment_id(manifest: str) -> str:
 
 
 def settings_satisfied(asked: str, existing: str) -> bool:
-    """Whether a deployment with the existing settings is what was asked for: nothing asked by name differs."""
+    """Whether a deployment with the existing settings is what was asked for: nothing asked by name differs, and
+    there is room for as many at once."""
     empty: tuple[object, ...] = (None, "auto", {}, [])
     want = {k: v for k, v in parse_json(asked or "{}").items() if v not in empty}
     have = parse_json(existing or "{}")
-    return all(have.get(k, 1 if k == "concurrency" else None) == v for k, v in want.items())
+    if want.pop("concurrency", 1) > (have.get("concurrency") or 1):
+        return False
+    return all(have.get(k) == v for k, v in want.items())
 
 
 class Deployments:
