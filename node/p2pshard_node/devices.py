@@ -13,6 +13,7 @@ from p2pshard.transport.generated import control_pb2 as pb
 
 from .cluster.traces import trace_to_proto
 from .probe import probe_memory
+from .rounds import Rounds
 from .supervisor import Supervisor
 
 __all__ = ["Devices"]
@@ -102,8 +103,10 @@ class Devices:
             except (P2PShardError, OSError) as error:
                 _log.error("probe failed; trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
+        rounds = Rounds("memory", _log)
         while True:
-            self._measure()
+            with rounds.one():
+                self._measure()
             await asyncio.sleep(REFRESH_S)
 
 

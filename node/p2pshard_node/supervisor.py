@@ -25,6 +25,7 @@ from p2pshard.version import __version__
 
 from . import platform
 from .identity import read_json, write_json
+from .rounds import Rounds
 from .worker.protocol import ControlChannel
 
 __all__ = ["Supervisor", "Worker", "exit_reason"]
@@ -426,18 +427,20 @@ class Supervisor:
     async def _watch(self) -> None:
         """Ask loaded workers for their counts, and end one whose peak memory is above its budget."""
         asked = 0.0
+        rounds = Rounds("watch workers", _log)
         while True:
-            now = time.monotonic()
-            ask = now - asked >= STATS_S
-            if ask:
-                asked = now
-            for worker in list(self._workers):
-                if not worker.key or worker.stopping:
-                    continue
-                peak = platform.peak_bytes(worker.pid) or 0
-                if worker.budget_bytes and peak > worker.budget_bytes and not worker.over_budget:
-                    worker.over_budget = f"was ended: it used {peak:,} bytes, above its budget of {worker.budget_bytes:,} bytes"
-                    platform.kill_hard(worker.pid)
-                elif ask and worker.loaded:
-                    worker.send({"op": "stats"})
+            with rounds.one():
+                now = time.monotonic()
+                ask = now - asked >= STATS_S
+                if ask:
+                    asked = now
+                for worker in list(self._workers):
+                    if not worker.key or worker.stopping:
+                        continue
+                    peak = platform.peak_bytes(worker.pid) or 0
+                    if worker.budget_bytes and peak > worker.budget_bytes and not worker.over_budget:
+                        worker.over_budget = f"was ended: it used {peak:,} bytes, above its budget of {worker.budget_bytes:,} bytes"
+                        platform.kill_hard(worker.pid)
+                    elif ask and worker.loaded:
+                        worker.send({"op": "stats"})
             await asyncio.sleep(WATCH_S)

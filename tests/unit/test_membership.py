@@ -85,9 +85,31 @@ def test_loopback_never_wins_over_another_address_that_works() -> None:
     assert state.peers["b"].outbound == ("127.0.0.1", 7332)
     state, actions = m.apply(state, m.Answered(("10.0.0.2", 7332), b, 0, 5.0, 0.1))
     assert state.peers["b"].outbound == ("10.0.0.2", 7332)
-    assert m.Forget(("127.0.0.1", 7332)) in actions
+    assert m.Forget(("127.0.0.1", 7332), gone=False) in actions
     state, _ = m.apply(state, m.Answered(("127.0.0.1", 7332), b, 3, 0.1, 0.2))
     assert state.peers["b"].outbound == ("10.0.0.2", 7332)
+
+
+def test_strangers_who_call_by_the_thousand_cost_bounded_memory_and_no_member() -> None:
+    b = info("b")
+    state = member_of(m.State(info("a")), b)
+    for i in range(3 * policy.MAX_KNOWN):
+        stranger = info("c", id=f"stranger{i}", addresses=[])
+        state, _ = m.apply(state, m.Called(stranger, f"10.{i >> 8}.{i & 255}.1", 0.001 * i))
+    assert len(state.peers) <= policy.MAX_KNOWN + 1 and len(state.highest) <= policy.MAX_KNOWN
+    assert state.is_member("b", b.nonce) and "b" in state.highest
+
+
+def test_junk_addresses_keep_no_real_one_out() -> None:
+    junk = tuple((f"10.9.{i >> 8}.{i & 255}", 1) for i in range(2 * policy.MAX_CANDIDATES))
+    state, actions = m.apply(m.State(info("a")), m.Seen(junk, 0.0))
+    assert len(state.candidates) == policy.MAX_CANDIDATES
+    for action in actions:
+        assert isinstance(action, m.Dial)
+        state, _ = m.apply(state, m.DialFailed(action.address, "refused", 0.01))
+    state, actions = m.apply(state, m.Seen((("10.0.0.2", 7332),), 0.02, "b"))
+    assert ("10.0.0.2", 7332) in {a.address for a in actions if isinstance(a, m.Dial)}
+    assert len(state.candidates) == policy.MAX_CANDIDATES
 
 
 def test_dead_addresses_are_dialled_ever_more_rarely_and_delay_nobody() -> None:

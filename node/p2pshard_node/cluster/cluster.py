@@ -26,6 +26,7 @@ from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 
 from ..identity import Identity
+from ..rounds import Rounds
 from ..supervisor import Supervisor
 from . import leader
 from .agreement import Ledger
@@ -132,14 +133,16 @@ class Cluster:
 
     async def _tick(self) -> None:
         second = 0.0
+        rounds = Rounds("cluster", _log)
         while True:
-            self._elect()
-            now = time.monotonic()
-            if now - second >= 1.0:
-                second = now
-                await self.member.tick()
-                for row in self.table.all():
-                    self._follow_up(row)
+            with rounds.one():
+                self._elect()
+                now = time.monotonic()
+                if now - second >= 1.0:
+                    second = now
+                    await self.member.tick()
+                    for row in self.table.all():
+                        self._follow_up(row)
             await asyncio.sleep(0.2)
 
     # -- gossip (see peers.Gossip)

@@ -34,6 +34,7 @@ from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import plan_pb2
 
+from ..rounds import Rounds
 from . import agreement
 from .member import Member, lost_stage, proto_to_error
 from .peers import Peers
@@ -109,11 +110,10 @@ class Coordinator:
         self._wake.set()
 
     async def _run(self) -> None:
+        rounds = Rounds("coordinator", _log)
         while True:
-            try:
+            with rounds.one():
                 self._look()
-            except P2PShardError as error:
-                _log.error("coordinator: %s", error.message)
             try:
                 async with asyncio.timeout(LOOP_S):  # wait_for of Python 3.11 can lose a cancellation
                     await self._wake.wait()
@@ -442,7 +442,11 @@ class Coordinator:
             while waiting:
                 done, _ = await asyncio.wait(waiting | watch, return_when=asyncio.FIRST_COMPLETED)
                 for future in done:
-                    error = future.exception()
+                    error = (
+                        NotReady("the call was cancelled", state="loading")
+                        if future.cancelled()
+                        else future.exception()
+                    )
                     if error is not None:
                         node = tasks.get(future, "")  # type: ignore[call-overload]
                         ours = error if isinstance(error, P2PShardError) else Internal(repr(error))

@@ -17,13 +17,16 @@ from typing import Any, Protocol
 import grpc
 
 from p2pshard.credentials import Credentials
-from p2pshard.errors import NodeUnreachable
+from p2pshard.errors import InvalidRequest, NodeUnreachable
 from p2pshard.transport.channels import make_channel
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
 
 from .. import platform
+from ..rounds import Rounds
 from . import membership as m
+from .checks import MAX_INCARNATION, checked_info
+from .connection import Connection
 from .links import Links
 
 __all__ = ["NODE_KEY", "NONCE_KEY", "Gossip", "Peers"]
@@ -77,7 +80,7 @@ class Peers:
         )
         self.state = m.State(me())
         self.links = Links()
-        self._channels: dict[m.Addr, grpc.aio.Channel] = {}
+        self._connections: dict[m.Addr, Connection] = {}
         self._pingers: dict[str, asyncio.Task[None]] = {}
         self._kicks: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -116,12 +119,12 @@ class Peers:
     def stub(self, node: str) -> rpc.ClusterStub:
         """Calls to a member, on a connection shared by all of them but pings. Raises `NodeUnreachable`."""
         address = self._outbound(node)
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = make_channel(
-                m.text(address), self._credentials, own_connection=True
-            )
-        return rpc.ClusterStub(channel)
+        connection = self._connections.get(address)
+        if connection is None:
+            channel = make_channel(m.text(address), self._credentials, own_connection=True)
+            connection = Connection(channel, self.state.peers[node].info.name or node)
+            self._connections[address] = connection
+        return connection.stub
 
     # -- life
     def start(self) -> None:
@@ -143,7 +146,7 @@ class Peers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(c.close() for c in self._channels.values()))
+        await asyncio.gather(*(c.close() for c in self._connections.values()))
 
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> None:
         if self._closed:
@@ -159,9 +162,11 @@ class Peers:
             _log.error("%s failed", task.get_name(), exc_info=task.exception())
 
     async def _ticker(self) -> None:
+        rounds = Rounds("membership", _log)
         while True:
-            self.state.me = self._me()
-            self.dispatch(m.Tick(time.monotonic()))
+            with rounds.one():
+                self.dispatch(m.Tick(time.monotonic()))
+                self.state.me = self._me()
             await asyncio.sleep(TICK_S)
 
     # -- the loop of event and action
@@ -183,10 +188,10 @@ class Peers:
                 case m.Evicted(node, reason):
                     _log.info("peer left node=%s reason=%s", node, reason)
                     self._evicted(node, reason)
-                case m.Forget(address):
-                    channel = self._channels.pop(address, None)
-                    if channel is not None:
-                        self._spawn(channel.close(), "close")
+                case m.Forget(address, gone):
+                    connection = self._connections.pop(address, None)
+                    if connection is not None:
+                        self._spawn(connection.close(drain=not gone), "close")
                 case m.RaiseIncarnation(highest):
                     self._raise_incarnation(highest)
                     self.state.me = self._me()
@@ -255,6 +260,13 @@ class Peers:
         finally:
             await channel.close()
         now = time.monotonic()
+        try:
+            checked_info(reply.receiver)
+            if reply.highest_incarnation >= MAX_INCARNATION:
+                raise InvalidRequest(f"incarnation {reply.highest_incarnation} cannot be right")
+        except InvalidRequest as error:
+            self.dispatch(m.DialFailed(address, f"its answer makes no sense: {error.message}", now))
+            return
         if reply.accepted:
             self.dispatch(
                 m.Answered(address, reply.receiver, self.rank(address), (now - started) * 1000, now)
@@ -374,6 +386,12 @@ class Peers:
         rtt = (now - started) * 1000
         if reply.receiver.id != node:
             return  # another node has that address now; silence of the one meant will evict it
+        try:
+            for info in (reply.receiver, *reply.known[: m.MAX_GOSSIP]):
+                checked_info(info)
+        except InvalidRequest as error:
+            _log.debug("a ping's answer from node=%s is not taken: %s", node, error.message)
+            return  # as silence
         self.dispatch(m.Pong(reply.receiver, reply.member, rtt, now))
         peer = self.state.peers.get(node)
         if peer is not None and reply.member and self.state.is_member(node, reply.receiver.nonce):

@@ -19,6 +19,8 @@ from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
 from p2pshard.transport.grpc_errors import abort
 
+from .checks import checked_info
+from .membership import MAX_GOSSIP
 from .peers import NODE_KEY, NONCE_KEY, Peers
 
 if TYPE_CHECKING:
@@ -29,33 +31,9 @@ __all__ = ["ClusterService"]
 PIECE = 256 << 10
 MAX_MEASURE = 16 << 20
 MAX_QUERY = 1024
-MAX_WORKERS = 1024
 _HASH = re.compile(r"[0-9a-f]{64}")
-_ID = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 
 _log = logging.getLogger("p2pshard.service")
-
-
-def checked_info(info: pb.NodeInfo) -> pb.NodeInfo:
-    """A node's description of itself, bounded in every field. Raises `InvalidRequest`."""
-    words = (info.name, info.version, info.cluster)
-    hosts = [a.host for a in info.addresses]
-    good = (
-        _ID.fullmatch(info.id)
-        and _ID.fullmatch(info.nonce)
-        and all(len(w) <= 128 and w.isprintable() for w in words)
-        and len(hosts) <= 16
-        and all(0 < len(h) <= 255 and h.isprintable() and " " not in h and "/" not in h for h in hosts)
-        and all(0 < a.port < 65536 for a in info.addresses)
-        and len(info.devices) <= 32
-        and len(info.workers) <= MAX_WORKERS
-        and len(info.loads) <= MAX_WORKERS
-        and all(len(load.progress.phase) <= 32 for load in info.loads)
-        and info.incarnation < 2**62
-    )
-    if not good:
-        raise InvalidRequest("a node's description of itself has a field that cannot be right")
-    return info
 
 
 def source_host(peer: str) -> str:
@@ -135,7 +113,7 @@ class ClusterService(rpc.ClusterServicer):
     @_unary
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingReply:
         checked_info(request.sender)
-        for info in list(request.known)[:256]:
+        for info in request.known[:MAX_GOSSIP]:
             checked_info(info)
         return self._peers.pinged(request)
 

@@ -11,6 +11,7 @@ Time is monotonic seconds, given with each event.
 from __future__ import annotations
 
 from .events import (
+    MAX_GOSSIP,
     Action,
     Answered,
     Called,
@@ -43,6 +44,7 @@ __all__ = [
     "EVICT_S",
     "JOINING",
     "LOST",
+    "MAX_GOSSIP",
     "MEMBER",
     "PING_S",
     "SUSPECT",

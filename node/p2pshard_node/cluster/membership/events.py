@@ -11,6 +11,7 @@ from p2pshard.transport.generated import control_pb2 as pb
 from .state import Addr
 
 __all__ = [
+    "MAX_GOSSIP",
     "Action",
     "Answered",
     "Called",
@@ -180,9 +181,10 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Forget:
-    """Close what was open to this address."""
+    """Close what was open to this address: at once when its node is `gone`, else after the calls under way."""
 
     address: Addr
+    gone: bool
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,14 @@ Event = Seen | Answered | Declined | DialFailed | Called | Probed | Pinged | Pon
 Action = Dial | Reply | ProbeOld | Joined | Suspected | Evicted | Forget | RaiseIncarnation | Log
 
 
+MAX_GOSSIP = 256
+"""Nodes of whom one message may tell."""
+
+
 def gossip(infos: Iterable[pb.NodeInfo], me: str, now: float) -> list[Seen]:
     """What another member's list of members tells us."""
     return [
         Seen(tuple((a.host, a.port) for a in info.addresses[:16]), now, info.id)
-        for info in list(infos)[:256]
+        for info in list(infos)[:MAX_GOSSIP]
         if info.id and info.id != me
     ]

@@ -53,6 +53,8 @@ ROW_S = 30.0
 MAX_CANDIDATES = 1024
 MAX_DIALS = 256
 MAX_ROWS = 256
+MAX_KNOWN = 1024
+"""Nodes that are remembered, beyond the members."""
 
 
 def apply(state: State, event: Event) -> tuple[State, list[Action]]:
@@ -80,7 +82,7 @@ class _Step:
     def candidate(self, address: Addr, now: float, node: str = "", static: bool = False) -> None:
         known = self.s.candidates.get(address)
         if known is None:
-            if len(self.s.candidates) >= MAX_CANDIDATES and not static:
+            if len(self.s.candidates) >= MAX_CANDIDATES and not static and not self.make_room():
                 return
             known = Candidate(address, node, static, now, now)
         elif node and known.node and node != known.node:
@@ -89,6 +91,21 @@ class _Step:
         self.s.candidates[address] = replace(
             known, node=node or known.node, static=known.static or static, seen=max(now, known.seen)
         )
+
+    def make_room(self) -> bool:
+        """Drop the candidate that is least likely to be somebody; whether there was one."""
+        useless = [
+            c
+            for c in self.s.candidates.values()
+            if not c.static and not c.dialling and c.failures and c.node not in self.members()
+        ]
+        if not useless:
+            return False
+        del self.s.candidates[max(useless, key=lambda c: (c.failures, -c.seen)).address]
+        return True
+
+    def members(self) -> set[str]:
+        return {node for node, peer in self.s.peers.items() if peer.phase in (MEMBER, SUSPECT)}
 
     def dial(self, now: float) -> None:
         """Ask for every dial that is due, those with fewest failures first, a bounded number at once."""
@@ -134,7 +151,7 @@ class _Step:
         )
         if peer.outbound is None or e.rank < peer.rank or e.address == peer.outbound:
             if peer.outbound is not None and peer.outbound != e.address:
-                self.actions.append(Forget(peer.outbound))
+                self.actions.append(Forget(peer.outbound, gone=False))
             peer = replace(peer, outbound=e.address, rank=e.rank, rtt_ms=e.rtt_ms)
         self.s.peers[e.info.id] = replace(
             peer, denied_since=None if peer.phase != MEMBER else peer.denied_since
@@ -243,9 +260,21 @@ class _Step:
         highest, _ = self.s.highest.get(info.id, (0, ""))
         if info.incarnation >= highest:
             self.s.highest[info.id] = (info.incarnation, info.nonce)
+            self.bound(info.id)
         if peer is None or peer.info.nonce != info.nonce or peer.phase == LOST:
             return Peer(info, heard=now)
         return replace(peer, info=info)
+
+    def bound(self, kept: str) -> None:
+        """Forget those who came longest ago and are no members, beyond as many as are remembered: anybody may
+        call."""
+        members = self.members() | {kept}
+        strangers = [node for node in self.s.highest if node not in members]
+        for node in strangers[: max(0, len(self.s.highest) - MAX_KNOWN)]:
+            del self.s.highest[node]
+        rest = sorted((p.heard, node) for node, p in self.s.peers.items() if node not in members)
+        for _, node in rest[: max(0, len(self.s.peers) - MAX_KNOWN)]:
+            del self.s.peers[node]
 
     def mention(self, info: pb.NodeInfo, now: float, source: str = "") -> None:
         """Remember the addresses a node gives itself, and the host it called from."""
@@ -306,7 +335,7 @@ class _Step:
         was_member = peer.phase in (MEMBER, SUSPECT)
         self.s.peers[node] = replace(peer, phase=LOST, outbound=None, rank=9, inbound=False, heard=now)
         if peer.outbound is not None:
-            self.actions.append(Forget(peer.outbound))
+            self.actions.append(Forget(peer.outbound, gone=True))
         if was_member:
             self.actions.append(Evicted(node, reason))
         self.redial(node, now)
