@@ -28,8 +28,17 @@ def test_a_returning_lower_id_follows_the_incumbent() -> None:
 
 
 def test_when_the_coordinator_is_gone_the_lowest_takes_over() -> None:
-    assert choose("b", "a", {"b", "c"}, {"a": "a", "c": "a"}, settled=True) == "b"
-    assert choose("c", "a", {"b", "c"}, {"a": "a", "b": "a"}, settled=True) == "b"
+    # once nobody hears of it any more
+    assert choose("b", "a", {"b", "c"}, {"a": "a", "c": "a"}, settled=True) == ""
+    assert choose("b", "", {"b", "c"}, {"a": "a", "c": ""}, settled=True) == "b"
+    assert choose("c", "", {"b", "c"}, {"a": "a", "b": ""}, settled=True) == "b"
+
+
+def test_who_cannot_reach_a_coordinator_that_another_follows_appoints_nobody() -> None:
+    """a-b and a-c, but not b-c: b coordinates, and stays the only one."""
+    assert choose("c", "b", {"a", "c"}, {"a": "b"}, settled=True) == ""
+    assert choose("a", "b", {"a", "b", "c"}, {"b": "b", "c": ""}, settled=True) == "b"
+    assert choose("b", "b", {"a", "b"}, {"a": "b"}, settled=True) == "b"
 
 
 def test_halves_that_meet_keep_the_one_that_more_follow() -> None:

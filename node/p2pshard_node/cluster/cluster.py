@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -24,6 +24,7 @@ from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
+from p2pshard.transport.generated import control_pb2_grpc as rpc
 
 from ..identity import Identity
 from ..rounds import Rounds
@@ -34,7 +35,7 @@ from .coordinator import Coordinator
 from .fetch import Fetcher
 from .member import Member, error_to_proto, proto_to_error
 from .membership import MEMBER, not_joined, text
-from .peers import Peers
+from .peers import RELAYED_KEY, Peers
 from .planner import Planner
 from .service import ClusterService
 from .state import Deployments, deployment_id, settings_satisfied
@@ -47,6 +48,8 @@ SETTLE_S = 2.0
 """After a start: time to hear of a coordinator before appointing one."""
 LEADER_WAIT_S = 10.0
 WANT_S = 120.0
+REPORT_S = 60.0
+"""So long a member tries to tell what became of its stage; a new coordinator asks by itself."""
 PULL_S = 5.0
 BROKEN_S = 30.0
 """How long a client that deploys waits for what is broken to be mended."""
@@ -248,19 +251,21 @@ class Cluster:
         self._spawn(self._deliver(event), "report")
 
     async def _deliver(self, event: pb.StageEvent) -> None:
-        """To whoever coordinates; a few tries, for a coordinator may just be changing."""
-        for attempt in range(5):
+        """To whoever coordinates, until one takes it: a coordinator may just be changing."""
+        deadline, attempt = time.monotonic() + REPORT_S, 0
+        while time.monotonic() < deadline:
             target = self._followed
-            if target == self._identity.id:
-                self.coordinator.reported(event)
-                return
             try:
+                if target == self._identity.id:
+                    self.coordinator.reported(event)
+                    return
                 if target:
                     await self.peers.stub(target).Report(event, timeout=2.0, metadata=self.peers.metadata)
                     return
-            except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+            except (grpc.aio.AioRpcError, P2PShardError) as error:
                 _log.debug("report not delivered to %s: %s", target, error)
-            await asyncio.sleep(0.2 * 2**attempt)
+            await asyncio.sleep(min(2.0, 0.2 * 2**attempt))
+            attempt += 1
         _log.warning("report not delivered kind=%s deployment=%s", event.kind, event.deployment)
 
     # -- views
@@ -534,29 +539,81 @@ class Cluster:
                 continue  # only to show how far loading has come
 
     async def _coordinator(self) -> str:
-        """Id of the coordinator, waiting for one that is being found. Raises `NodeUnreachable`."""
+        """Id of the coordinator, or of a member that reaches it, waiting for one that is being found. Raises
+        `NodeUnreachable`."""
         deadline = time.monotonic() + LEADER_WAIT_S
-        while not self._followed or self._followed not in self.peers.member_ids():
+        while not (target := self._way_to_coordinator()):
             if time.monotonic() > deadline:
                 raise NodeUnreachable(f"the cluster has no coordinator after {LEADER_WAIT_S:.0f} s", tried=[])
             await asyncio.sleep(0.1)
-        return self._followed
+        return target
+
+    def _way_to_coordinator(self) -> str:
+        members = self.peers.member_ids()
+        if self._followed:
+            return self._followed if self._followed in members else ""
+        between = (n for n, c in sorted(self._claims.items()) if n in members and c and c not in members)
+        return next(between, "")
+
+    def _pass_on(self, relayed: bool) -> tuple[rpc.ClusterStub, Any] | None:
+        """Where a wish that came to this node has to go; None: it is this node's to take. Raises `NotReady`."""
+        if self._followed == self._identity.id:
+            return None
+        if relayed or self._followed not in self.peers.member_ids():
+            raise NotReady("this node does not coordinate, and reaches no node that does", state="following")
+        return self.peers.stub(self._followed), (*self.peers.metadata, (RELAYED_KEY, "1"))
+
+    async def take_want(self, request: pb.WantDeployment, *, relayed: bool) -> pb.WantReply:
+        """A member's wish: as coordinator, or passed on to it once."""
+        further = self._pass_on(relayed)
+        if further is None:
+            return await self.want(request)
+        stub, metadata = further
+        try:
+            reply: pb.WantReply = await stub.Want(request, timeout=WANT_S, metadata=metadata)
+            return reply
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+
+    async def take_unwant(self, request: pb.UndeployRequest, *, relayed: bool) -> None:
+        """As `take_want`."""
+        further = self._pass_on(relayed)
+        if further is None:
+            await self.unwant(request.model)
+            return
+        stub, metadata = further
+        try:
+            await stub.Unwant(request, timeout=WANT_S, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+
+    async def _at_coordinator(
+        self, here: Callable[[], Awaitable[Any]], there: Callable[[rpc.ClusterStub], Awaitable[Any]]
+    ) -> Any:
+        """Done here if this node coordinates, else asked of the node that does; again, for a while, where that one
+        does not coordinate any more, or not yet."""
+        deadline = time.monotonic() + LEADER_WAIT_S
+        while True:
+            target = await self._coordinator()
+            try:
+                return await (here() if target == self._identity.id else there(self.peers.stub(target)))
+            except grpc.aio.AioRpcError as error:
+                typed = error_of(error)
+                following = isinstance(typed, NotReady) and typed.details.get("state") == "following"
+                if not following or time.monotonic() > deadline:
+                    raise typed from error
+            await asyncio.sleep(0.2)
 
     async def _want_at_coordinator(self, request: pb.WantDeployment) -> pb.Deployment:
-        target = await self._coordinator()
-        if target == self._identity.id:
-            reply = await self.want(request)
-        else:
-            try:
-                reply = await self.peers.stub(target).Want(
-                    request, timeout=WANT_S, metadata=self.peers.metadata
-                )
-            except grpc.aio.AioRpcError as error:
-                raise error_of(error) from error
+        reply = await self._at_coordinator(
+            lambda: self.want(request),
+            lambda stub: stub.Want(request, timeout=WANT_S, metadata=self.peers.metadata),
+        )
         if reply.HasField("error"):
             raise proto_to_error(reply.error)
         self.table.merge([reply.deployment])
-        return reply.deployment
+        row: pb.Deployment = reply.deployment
+        return row
 
     async def want(self, request: pb.WantDeployment) -> pb.WantReply:
         """As coordinator: take a wish, refused at once when the members cannot hold it."""
@@ -607,16 +664,11 @@ class Cluster:
         """No node wants the model any more; its workers end. Raises `ModelNotFound`."""
         if self.find(model) is None:
             raise ModelNotFound(f"{model} is not deployed; `p2pshard ps` and `status` list what is")
-        target = await self._coordinator()
-        if target == self._identity.id:
-            await self.unwant(model)
-            return
-        try:
-            await self.peers.stub(target).Unwant(
-                pb.UndeployRequest(model=model), timeout=WANT_S, metadata=self.peers.metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+        request = pb.UndeployRequest(model=model)
+        await self._at_coordinator(
+            lambda: self.unwant(model),
+            lambda stub: stub.Unwant(request, timeout=WANT_S, metadata=self.peers.metadata),
+        )
 
     async def unwant(self, model: str) -> None:
         """As coordinator: a tombstone, which overtakes every older version of the row."""

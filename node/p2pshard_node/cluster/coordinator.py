@@ -68,6 +68,15 @@ class Attempt:
     ready: asyncio.Future[pb.StageEvent] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    lost: P2PShardError | None = None
+    """Why a stage is gone, even if all had been ready before."""
+
+    def fail(self, error: P2PShardError) -> None:
+        """A stage of this attempt is gone."""
+        self.lost = self.lost or error
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # seen: an attempt that has not come so far fails by itself
 
 
 class Coordinator:
@@ -94,13 +103,19 @@ class Coordinator:
         """Deployments that have been ready: they are never given up."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._led = False
+        self._verifying: asyncio.Task[None] | None = None
 
     # -- life
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="coordinator")
 
     async def stop(self) -> None:
-        tasks = [t for t in (self._task, *(a.task for a in self._attempts.values())) if t is not None]
+        tasks = [
+            t
+            for t in (self._task, self._verifying, *(a.task for a in self._attempts.values()))
+            if t is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -128,10 +143,15 @@ class Coordinator:
             elif row.state == "ready" or (row.state == "broken" and row.writer != self._peers.id):
                 self._served.add(row.id)  # a predecessor gave up on nothing that it left broken
         if not self._leading():
+            self._led = False
             for attempt in self._attempts.values():
                 if attempt.task is not None:
                     attempt.task.cancel()
             return
+        if not self._led:
+            self._led = True
+            self._verifying = asyncio.create_task(self._verify(), name="verify what is ready")
+            self._verifying.add_done_callback(self._verified)
         now = time.monotonic()
         for row in self._table.all():
             if not row.wanted:
@@ -150,6 +170,28 @@ class Coordinator:
                     if node not in self._peers.member_ids():
                         self.lost(node, "it is no member now")
                         break
+
+    async def _verify(self) -> None:
+        """See for what is said to be ready whether its stages still are: what became of them may have been told to
+        a predecessor that could no longer act on it."""
+        for row in self._table.all():
+            if not row.wanted or row.state != "ready" or not row.HasField("plan"):
+                continue
+            plan = Plan.from_proto(row.plan)
+            reports, endpoints = await self._ask(row.id)
+            now = self._table.get(row.id)
+            if now is None or now.version != row.version or not self._leading():
+                continue
+            for index, stage in enumerate(plan.stages):
+                if stage.node in reports and stage.node not in endpoints:
+                    error = lost_stage(self._name(stage.node), stage.node, stage, "its worker is gone")
+                    _log.warning("stage %d of model=%s is not served", index, row.model)
+                    self._broken(row, error, plan.epoch)
+                    break
+
+    def _verified(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("what is ready was not verified", exc_info=task.exception())
 
     def _cancel(self, deployment: str) -> None:
         attempt = self._attempts.get(deployment)
@@ -178,21 +220,24 @@ class Coordinator:
 
     # -- what happens meanwhile
     def reported(self, event: pb.StageEvent) -> None:
-        """A member tells what became of its stage, or of a neighbour's."""
+        """A member tells what became of its stage, or of a neighbour's. Raises `NotReady` where another node
+        coordinates: it has to be told."""
+        if not self._leading():
+            raise NotReady("this node does not coordinate", state="following")
         row = self._table.get(event.deployment)
-        if row is None or not self._leading():
+        if row is None:
             return
         epoch = Epoch(event.epoch.n, event.epoch.proposer)
         attempt = self._attempts.get(event.deployment)
-        if attempt is not None and attempt.epoch == epoch and not attempt.ready.done():
+        if attempt is not None and attempt.epoch == epoch:
             if event.kind == "ready":
-                attempt.ready.set_result(event)
+                if not attempt.ready.done():
+                    attempt.ready.set_result(event)
             elif event.kind == "not_ready":
                 # The driver keeps trying; people see what it waits for.
                 self._set(event.deployment, "loading", proto_to_error(event.error).message)
             elif event.kind in ("lost", "stuck"):
-                attempt.ready.set_exception(proto_to_error(event.error))
-                attempt.ready.exception()  # seen: an attempt that has not come so far fails by itself
+                attempt.fail(proto_to_error(event.error))
             return
         current = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
         if (
@@ -216,9 +261,8 @@ class Coordinator:
                 error = lost_stage(peer.info.name if peer else node, node, stage, why)
                 attempt = self._attempts.get(row.id)
                 if attempt is not None:
-                    if attempt.epoch == plan.epoch and not attempt.ready.done():
-                        attempt.ready.set_exception(error)
-                        attempt.ready.exception()
+                    if attempt.epoch == plan.epoch:
+                        attempt.fail(error)
                 elif self._leading() and row.state == "ready":
                     self._broken(row, error, plan.epoch)
 
@@ -292,6 +336,8 @@ class Coordinator:
                     state="loading",
                     reason="first token",
                 ) from None
+            if attempt.lost is not None:
+                raise attempt.lost
             self._failures.pop(deployment, None)
             self._served.add(deployment)
             self._set(deployment, "ready", plan=measured, endpoints=ordered)

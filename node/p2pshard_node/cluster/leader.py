@@ -18,7 +18,8 @@ def choose(
     """The id to follow now; empty: nobody yet.
 
     ``members`` includes this node; ``claims`` is whom each other member follows. ``settled``: this node has been
-    up long enough to have heard of a coordinator if there is one; before that it appoints nobody.
+    up long enough to have heard of a coordinator if there is one; before that it appoints nobody. Nor does it while
+    a member follows one that this node does not reach: that one may be alive, with only the link between them cut.
     """
     said = {**{n: c for n, c in claims.items() if n in members and c in members}, me: followed}
     leaders = {n for n, c in said.items() if n == c}
@@ -30,4 +31,5 @@ def choose(
         return min(leaders, key=lambda n: (-votes[n], n))
     if followed in members and followed != me and not claims.get(followed):
         return followed  # it has not said yet whom it follows
-    return min(members) if settled else ""
+    beyond_reach = any(c and c not in members for n, c in claims.items() if n in members)
+    return min(members) if settled and not beyond_reach else ""

@@ -84,6 +84,10 @@ class Member:
         )
         self._loading: dict[str, asyncio.Task[pb.StageEndpoint]] = {}
         self._ready: dict[str, Epoch] = {}
+        self._booked: dict[str, int] = {}
+        """Bytes of stages whose tensors are on their way, before they have a worker."""
+        self._loaded_epochs: dict[str, Epoch] = {}
+        """Of which epoch the worker of a deployment is."""
         """Epochs whose driver here has seen a token cross all stages."""
         self._loads: dict[str, pb.Progress] = {}
         """How far stages are that are on their way into memory, until they are committed or given up."""
@@ -179,6 +183,21 @@ class Member:
         await self._supervisor.stop(deployment)
         stage = plan.stages[index]
         self._check_budget(deployment, stage)
+        self._booked[deployment] = stage.ranks[0].total_bytes
+        try:
+            return await self._fetch_and_load(deployment, plan, index, holders, queue)
+        finally:
+            self._booked.pop(deployment, None)
+
+    async def _fetch_and_load(
+        self,
+        deployment: str,
+        plan: Plan,
+        index: int,
+        holders: list[str],
+        queue: asyncio.Queue[pb.PrepareProgress],
+    ) -> pb.StageEndpoint:
+        stage = plan.stages[index]
 
         def tell(phase: str, done: int, total: int) -> None:
             progress = pb.Progress(phase=phase, done_bytes=max(0, done), total_bytes=max(0, total))
@@ -193,6 +212,7 @@ class Member:
         )
         source = self._folder / f"{deployment}.json"
         await asyncio.to_thread(self._store.write_source, manifest, entries, source)
+        self._loaded_epochs[deployment] = plan.epoch
         worker, event = await self._supervisor.load(
             deployment,
             plan=plan.to_json(),
@@ -216,7 +236,12 @@ class Member:
     def _check_budget(self, deployment: str, stage: Stage) -> None:
         """Raises `DoesNotFit` when this node's own measure says that the stage does not fit now."""
         rank = stage.ranks[0]
-        available = self._budget() - self._supervisor.used_bytes(without=deployment)
+        fetching = sum(
+            size
+            for other, size in self._booked.items()
+            if other != deployment and self._supervisor.worker(other) is None
+        )
+        available = self._budget() - self._supervisor.used_bytes(without=deployment) - fetching
         if rank.total_bytes > available:
             terms = {
                 "weight_bytes": rank.weight_bytes,
@@ -319,8 +344,11 @@ class Member:
             self._ledger.put(agreement.unloaded(record))
 
     def left_out(self, row: pb.Deployment) -> bool:
-        """Whether the row's plan is newer than anything promised here and has no stage on this node."""
-        if not row.HasField("plan") or row.state not in ("loading", "ready"):
+        """Whether the row is served by a plan newer than anything promised here that has no stage on this node.
+
+        A plan that is still loading leaves nobody out: its coordinator may be alone with it.
+        """
+        if not row.HasField("plan") or row.state != "ready":
             return False
         nodes = {r.node for replica in row.plan.replicas for s in replica.stages for r in s.ranks}
         epoch = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
@@ -359,6 +387,9 @@ class Member:
         """Pass on what a worker said of its stage, or that it is gone."""
         record = self._ledger.get(deployment)
         if record.plan is None:
+            return
+        if self._loaded_epochs.get(deployment) != record.promised:
+            _log.info("worker event=%s deployment=%s is of an earlier epoch", event["ev"], deployment)
             return
         index = self._own_stage(record.plan)
         stage = record.plan.stages[index]

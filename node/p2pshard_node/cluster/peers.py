@@ -29,10 +29,12 @@ from .checks import MAX_INCARNATION, checked_info
 from .connection import Connection
 from .links import Links
 
-__all__ = ["NODE_KEY", "NONCE_KEY", "Gossip", "Peers"]
+__all__ = ["NODE_KEY", "NONCE_KEY", "RELAYED_KEY", "Gossip", "Peers"]
 
 NODE_KEY, NONCE_KEY = "p2pshard-node", "p2pshard-nonce"
 """Call metadata that say which member is calling."""
+RELAYED_KEY = "p2pshard-relayed"
+"""On a wish that a member passes on for another, which does not reach the coordinator."""
 DIAL_S = 1.5
 PROBE_S = 1.0
 TICK_S = 0.1

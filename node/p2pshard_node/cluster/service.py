@@ -21,7 +21,7 @@ from p2pshard.transport.grpc_errors import abort
 
 from .checks import checked_info
 from .membership import MAX_GOSSIP
-from .peers import NODE_KEY, NONCE_KEY, Peers
+from .peers import NODE_KEY, NONCE_KEY, RELAYED_KEY, Peers
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -43,6 +43,10 @@ def source_host(peer: str) -> str:
         return ""
     host = rest.rpartition(":")[0].strip("[]")
     return host.removeprefix("::ffff:") if "." in host else host
+
+
+def _relayed(context: Any) -> bool:
+    return RELAYED_KEY in dict(context.invocation_metadata() or ())
 
 
 def _checked_hash(value: str) -> str:
@@ -179,12 +183,12 @@ class ClusterService(rpc.ClusterServicer):
     @_unary
     async def Want(self, request: pb.WantDeployment, context: Any) -> pb.WantReply:
         self._caller(context)
-        return await self._cluster.want(request)
+        return await self._cluster.take_want(request, relayed=_relayed(context))
 
     @_unary
     async def Unwant(self, request: pb.UndeployRequest, context: Any) -> pb.Empty:
         self._caller(context)
-        await self._cluster.unwant(request.model)
+        await self._cluster.take_unwant(request, relayed=_relayed(context))
         return pb.Empty()
 
     # -- what this node has and does
