@@ -16,7 +16,7 @@ from p2pshard.client.stream import AsyncStream, json_object
 from p2pshard.config import local_address, parse_address
 from p2pshard.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable, NotReady, ProtocolError
 from p2pshard.results import ClusterStatus, Deployment, Models, PlanResult, Requests
-from p2pshard.transport.channels import make_channel
+from p2pshard.transport.channels import make_channel, sent_by_peer
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
 
@@ -155,7 +155,7 @@ class AsyncClient:
                 return await operation(address, control_pb2_grpc.NodeStub(channel))  # type: ignore[no-untyped-call]
             except grpc.aio.AioRpcError as error:
                 typed = from_rpc_error(error, address)
-                if not isinstance(typed, NodeUnreachable):
+                if sent_by_peer(error) or not isinstance(typed, NodeUnreachable):
                     raise typed from error
         raise AssertionError("unreachable: _attempts raises at its end")
 

@@ -121,6 +121,13 @@ def choose_candidates(
     pins: list[tuple[str, int, int]] = []
     for pin in settings.layers:
         node = _member(nodes, pin.node, "layers").node
+        can = {dtype for n in nodes if n.node == node for dtype in n.dtypes}
+        if can and model.dtype not in can:
+            raise InvalidRequest(
+                f"{pin.node} is given layers, and computes in {', '.join(sorted(can))}, not in {model.dtype}; choose "
+                "another --dtype, or give the layers to another node",
+                field="layers",
+            )
         if pin.last >= model.layers:
             raise InvalidRequest(
                 f"layers {pin.first}-{pin.last} for {pin.node}: the model has layers 0-{model.layers - 1}",

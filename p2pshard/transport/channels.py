@@ -37,6 +37,7 @@ __all__ = [
     "make_channel",
     "make_server",
     "raw_stream",
+    "sent_by_peer",
 ]
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -159,6 +160,12 @@ _BY_STATUS: dict[grpc.StatusCode, type[P2PShardError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
 }
+
+
+def sent_by_peer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the other side answered with an error of ours: then the connection is well."""
+    metadata: Iterable[Any] = error.trailing_metadata() or ()
+    return any(key == _ERROR_KEY for key, _ in metadata)
 
 
 def error_of(error: grpc.aio.AioRpcError, target: str = "") -> P2PShardError:

@@ -231,9 +231,13 @@ def test_a_dropped_client_frees_everything(lab: Lab, smollm2: Path) -> None:
 
 @pytest.mark.model
 def test_no_plan_uses_an_edge_that_is_cut(lab: Lab, smollm2: Path) -> None:
+    """And what was ready before stays so: who loses sight of the coordinator does not begin to coordinate."""
     lab.ipv6 = False
     a, b, c = start_three(lab, "--memory", "700MB")
     path = put(a, smollm2)
+    a.cli("deploy", path, "--context", "2048", "--layers", "a=0-14", "--layers", "b=15-29", timeout=200)
+    before = a.status()["deployments"][0]
+    assert before["state"] == "ready"
     b.cut(c)
     c.cut(b)
     time.sleep(12)
@@ -247,8 +251,16 @@ def test_no_plan_uses_an_edge_that_is_cut(lab: Lab, smollm2: Path) -> None:
         assert ("b", "c") not in edges and ("c", "b") not in edges, order
     else:
         assert done.returncode == 3, done.stderr
-    two = a.json("run", path, QUESTION, "--context", "2048", "--max-tokens", "8", "--nodes", "2", timeout=200)
-    assert "Paris" in two["text"]
+    for host in (a, b, c):
+        now = host.status()["deployments"][0]
+        assert (now["state"], now["plan"]["epoch"]) == ("ready", before["plan"]["epoch"]), (host.name, now)
+        assert sum("state=broken" in line for line in host.log().splitlines()) == 0
+    # each end still answers, the one that does not reach the coordinator by way of the one that does
+    for host in (a, b, c):
+        answer = host.json("run", smollm2.stem, QUESTION, "--max-tokens", "8", timeout=200)
+        assert "Paris" in answer["text"], host.name
+    c.cli("undeploy", smollm2.stem, timeout=60)
+    until(lambda: not a.status()["deployments"], 5, "the wish of c has reached a")
 
 
 @pytest.mark.model

@@ -235,6 +235,15 @@ def test_a_node_that_goes_away_is_replaced_by_the_next(node: FakeNode) -> None:
         assert client.connect() == second.address
 
 
+def test_what_a_node_says_of_another_is_not_taken_for_its_own_silence(node: FakeNode) -> None:
+    with FakeNode() as second, Client([node.address, second.address]) as client:
+        node.error = NodeUnreachable("the cluster has no coordinator after 10 s", tried=[])
+        for call in (client.status, lambda: client.generate("tiny", "x").text):
+            with pytest.raises(NodeUnreachable, match="no coordinator after 10 s"):
+                call()
+        assert client.connect() == node.address
+
+
 def test_unreachable_says_what_was_tried() -> None:
     first, second = closed_port(), closed_port()
     with Client([first, second]) as client, pytest.raises(NodeUnreachable) as caught:

@@ -180,6 +180,8 @@ def test_two_members_of_one_name_need_an_id() -> None:
 def test_a_node_that_does_not_run_the_dtype_is_not_used() -> None:
     nodes = [node(0, 90 * GB, dtypes=("float32",)), node(1, 50 * GB, dtypes=("float32", "bfloat16"))]
     assert plan(nodes, flat(40, GB)).nodes == ("n1",)
+    with pytest.raises(InvalidRequest, match=r"n0 is given layers, and computes in float32, not in bfloat16"):
+        plan(nodes, flat(40, GB), layers=(Pin("n0", 0, 11),))
 
 
 # -- context --------------------------------------------------------------------------------------

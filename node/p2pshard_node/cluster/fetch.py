@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -34,6 +35,19 @@ MAX_MANIFEST = 64 << 20
 _log = logging.getLogger("p2pshard.fetch")
 
 
+@dataclass(eq=False)
+class _Download:
+    """One tensor on its way, for all who wait for it."""
+
+    counts: list[Callable[[int], None]]
+    task: asyncio.Task[None] | None = None
+    askers: int = 0
+
+    def count(self, nbytes: int) -> None:
+        for count in self.counts:
+            count(nbytes)
+
+
 class Fetcher:
     """Downloads into a `ModelStore`; one per node. ``bytes_received`` counts tensor bytes."""
 
@@ -41,7 +55,7 @@ class Fetcher:
         self._store, self._peers = store, peers
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._manifests: dict[str, asyncio.Task[Manifest]] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Download] = {}
         self.bytes_received = 0
 
     def _sources(self, holders: Iterable[str]) -> list[str]:
@@ -158,19 +172,29 @@ class Fetcher:
     async def _one(
         self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
     ) -> None:
-        """One download at a time per hash, however many ask for it."""
+        """One download at a time per hash, however many ask for it; it ends when none of them waits any more."""
+        running = self._running.get(sha)
+        if running is None:
+            running = self._running[sha] = _Download([])
+            running.task = asyncio.create_task(self._gated(sha, nbytes, name, sources, running))
+        assert running.task is not None, "made with it"
+        running.counts.append(count)
+        running.askers += 1
+        try:
+            await asyncio.shield(running.task)
+        finally:
+            running.askers -= 1
+            running.counts.remove(count)
+            if not running.askers:
+                if self._running.get(sha) is running:
+                    del self._running[sha]
+                running.task.cancel()
+                # its file is closed before another may write it
+                await asyncio.gather(running.task, return_exceptions=True)
+
+    async def _gated(self, sha: str, nbytes: int, name: str, sources: list[str], running: _Download) -> None:
         async with self._gate:
-            running = self._running.get(sha)
-            if running is not None:
-                await asyncio.shield(running)
-                return
-            task = asyncio.create_task(self._download(sha, nbytes, name, sources, count))
-            self._running[sha] = task
-            try:
-                await task
-            finally:
-                task.cancel()
-                self._running.pop(sha, None)
+            await self._download(sha, nbytes, name, sources, running.count)
 
     async def _download(
         self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
@@ -196,7 +220,15 @@ class Fetcher:
         )
 
     async def _from(self, node: str, sha: str, nbytes: int, count: Callable[[int], None]) -> None:
-        writer = await asyncio.to_thread(self._store.writer, sha, nbytes)
+        # A thread cannot be cancelled: what it opens is closed whatever becomes of this call.
+        opening = asyncio.ensure_future(asyncio.to_thread(self._store.writer, sha, nbytes))
+        try:
+            writer = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.gather(opening, return_exceptions=True)
+            if opening.exception() is None:
+                await asyncio.to_thread(opening.result().close)
+            raise
         try:
             got = writer.offset
             call = self._peers.stub(node).Tensor(

@@ -186,8 +186,18 @@ class Member:
         self._booked[deployment] = stage.ranks[0].total_bytes
         try:
             return await self._fetch_and_load(deployment, plan, index, holders, queue)
+        except BaseException:
+            self._release(deployment)
+            raise
         finally:
             self._booked.pop(deployment, None)
+
+    def _source(self, deployment: str) -> Path:
+        """Tells a worker where its tensors lie; while it exists, they stay in the cache."""
+        return self._folder / f"{deployment}.json"
+
+    def _release(self, deployment: str) -> None:
+        self._source(deployment).unlink(missing_ok=True)
 
     async def _fetch_and_load(
         self,
@@ -210,7 +220,7 @@ class Member:
         await self._fetcher.ensure(
             plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)
         )
-        source = self._folder / f"{deployment}.json"
+        source = self._source(deployment)
         await asyncio.to_thread(self._store.write_source, manifest, entries, source)
         self._loaded_epochs[deployment] = plan.epoch
         worker, event = await self._supervisor.load(
@@ -328,6 +338,7 @@ class Member:
         self._loads.pop(deployment, None)
         self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
         await self._supervisor.stop(deployment)
+        self._release(deployment)
 
     async def remove(self, deployment: str) -> None:
         """The deployment is no longer wanted: end its worker, whatever its epoch."""
@@ -339,6 +350,7 @@ class Member:
         self._loads.pop(deployment, None)
         if self._supervisor.worker(deployment) is not None:
             await self._supervisor.stop(deployment)
+        self._release(deployment)
         record = self._ledger.get(deployment)
         if record.prepared:
             self._ledger.put(agreement.unloaded(record))

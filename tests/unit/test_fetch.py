@@ -1,0 +1,112 @@
+"""Downloads shared between those who wait for them, and given up when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from p2pshard_node.cluster.fetch import Fetcher
+from p2pshard_node.models.store import ModelStore
+
+from p2pshard.models.manifest import TensorEntry
+from p2pshard.transport.channels import bind, make_channel, make_server
+from p2pshard.transport.generated import control_pb2 as pb
+from p2pshard.transport.generated import control_pb2_grpc as rpc
+
+DATA = bytes(range(256)) * 64
+ENTRY = TensorEntry("blk.0.attn_q.weight", "F32", (64, 64), len(DATA), hashlib.sha256(DATA).hexdigest())
+
+
+class Holder(rpc.ClusterServicer):
+    """Has one tensor, and sends its second half when told to."""
+
+    def __init__(self) -> None:
+        self.go, self.asked, self.calls = asyncio.Event(), asyncio.Event(), 0
+
+    async def HasTensors(self, request: Any, context: Any) -> pb.TensorQueryReply:
+        return pb.TensorQueryReply(held=[True for _ in request.sha256])
+
+    async def Tensor(self, request: Any, context: Any) -> AsyncIterator[pb.Blob]:
+        self.calls += 1
+        half = max(request.offset, len(DATA) // 2)
+        yield pb.Blob(data=DATA[request.offset : half])
+        self.asked.set()
+        await self.go.wait()
+        yield pb.Blob(data=DATA[half:])
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[tuple[Holder, Fetcher, ModelStore]]:
+    holder, server = Holder(), make_server(None)
+    rpc.add_ClusterServicer_to_server(holder, server)
+    port = bind(server, None, "127.0.0.1")
+    await server.start()
+    channel = make_channel(f"127.0.0.1:{port}", None)
+    peers: Any = SimpleNamespace(
+        id="me", metadata=(), member_ids=lambda: {"me", "other"}, stub=lambda node: rpc.ClusterStub(channel)
+    )
+    store = ModelStore(tmp_path / "data", [])
+    yield holder, Fetcher(store, peers), store
+    holder.go.set()
+    await channel.close()
+    await server.stop(None)
+
+
+def ask(fetcher: Fetcher) -> asyncio.Task[None]:
+    return asyncio.create_task(fetcher.ensure("m" * 64, [ENTRY]))
+
+
+async def test_a_download_outlives_its_first_asker(lab: tuple[Holder, Fetcher, ModelStore]) -> None:
+    holder, fetcher, store = lab
+    async with asyncio.timeout(10):
+        first, second = ask(fetcher), ask(fetcher)
+        await holder.asked.wait()
+        await asyncio.sleep(0.1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        holder.go.set()
+        await second
+    assert store.holds(ENTRY.sha256) and holder.calls == 1
+
+
+async def test_a_download_that_nobody_waits_for_ends_and_may_be_begun_again(
+    lab: tuple[Holder, Fetcher, ModelStore],
+) -> None:
+    holder, fetcher, store = lab
+    async with asyncio.timeout(10):
+        first = ask(fetcher)
+        await holder.asked.wait()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        holder.go.set()
+        await ask(fetcher)
+    assert store.holds(ENTRY.sha256) and holder.calls == 2
+
+
+async def test_a_file_that_was_being_opened_when_its_asker_left_is_closed(
+    lab: tuple[Holder, Fetcher, ModelStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, fetcher, store = lab
+    opening, go, plain = threading.Event(), threading.Event(), store.writer
+
+    def slow(sha: str, nbytes: int) -> Any:
+        opening.set()
+        go.wait(5)
+        return plain(sha, nbytes)
+
+    monkeypatch.setattr(store, "writer", slow)
+    async with asyncio.timeout(10):
+        first = ask(fetcher)
+        await asyncio.to_thread(opening.wait)
+        first.cancel()
+        go.set()
+        await asyncio.gather(first, return_exceptions=True)
+        holder.go.set()
+        await ask(fetcher)
+    assert store.holds(ENTRY.sha256)
