@@ -167,7 +167,7 @@ class Coordinator:
                 attempt.task.add_done_callback(lambda t, d=row.id, a=attempt: self._ended(d, a, t))  # type: ignore[misc]
             elif row.state == "ready":
                 for node in Plan.from_proto(row.plan).nodes if row.HasField("plan") else ():
-                    if node not in self._peers.member_ids():
+                    if self._gone(node):
                         self.lost(node, "it is no member now")
                         break
 
@@ -248,6 +248,11 @@ class Coordinator:
         ):
             self._broken(row, proto_to_error(event.error), epoch)
 
+    def _gone(self, node: str) -> bool:
+        """Whether nobody here reaches a node. One that another member reaches may serve on: if not, the stages
+        beside its own say so."""
+        return node not in self._peers.member_ids() and not self._peers.known_elsewhere(node)
+
     def lost(self, node: str, why: str) -> None:
         """A node is no member any more."""
         for row in self._table.all():
@@ -263,7 +268,7 @@ class Coordinator:
                 if attempt is not None:
                     if attempt.epoch == plan.epoch:
                         attempt.fail(error)
-                elif self._leading() and row.state == "ready":
+                elif self._leading() and row.state == "ready" and self._gone(node):
                     self._broken(row, error, plan.epoch)
 
     def members_changed(self) -> None:

@@ -83,6 +83,8 @@ class Peers:
         self.state = m.State(me())
         self.links = Links()
         self._connections: dict[m.Addr, Connection] = {}
+        self._known_by: dict[str, frozenset[str]] = {}
+        """Whom each member counts as a member."""
         self._pingers: dict[str, asyncio.Task[None]] = {}
         self._kicks: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -106,6 +108,10 @@ class Peers:
     def member_ids(self) -> set[str]:
         """Ids of all members, this node included."""
         return {self.id} | {p.info.id for p in self.state.members()}
+
+    def known_elsewhere(self, node: str) -> bool:
+        """Whether a member of this node's says that the node is one of its own."""
+        return any(node in self._known_by.get(other, ()) for other in self.member_ids())
 
     def host(self, node: str) -> str:
         """Host at which this node reaches the member. Raises `NodeUnreachable`."""
@@ -225,6 +231,7 @@ class Peers:
 
     def _evicted(self, node: str, reason: str) -> None:
         self._kicks.pop(node, None)
+        self._known_by.pop(node, None)
         pinger = self._pingers.pop(node, None)
         if pinger is not None:
             pinger.cancel()
@@ -344,6 +351,7 @@ class Peers:
 
     def _learn(self, said: pb.PingRequest | pb.PingReply, node: str, now: float) -> None:
         self.links.merge(said.links, self.id, self.member_ids(), now)
+        self._known_by[node] = frozenset(info.id for info in said.known[: m.MAX_GOSSIP])
         known = self.state.peers
         for event in m.gossip(said.known, self.id, now):
             if not self.state.is_member(event.node) or event.node not in known:
