@@ -684,4 +684,6 @@ class Cluster:
 
 
 def _refusal(row: pb.Deployment) -> P2PShardError:
+    if row.HasField("error"):
+        return proto_to_error(row.error)
     return NotReady(f"{row.model} is {row.state}: {row.reason}", state=row.state, reason=row.reason)

@@ -33,10 +33,11 @@ from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import plan_pb2
+from p2pshard.transport.grpc_errors import fitted
 
 from ..rounds import Rounds
 from . import agreement
-from .member import Member, lost_stage, proto_to_error
+from .member import Member, error_to_proto, lost_stage, proto_to_error
 from .peers import Peers
 from .proposal import Proposal
 from .state import Deployments
@@ -101,6 +102,8 @@ class Coordinator:
         """Epochs that are known not to work any more."""
         self._served: set[str] = set()
         """Deployments that have been ready: they are never given up."""
+        self._planning = asyncio.Lock()
+        """One plan at a time: each counts what the one before has booked."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._led = False
@@ -178,12 +181,13 @@ class Coordinator:
             if not row.wanted or row.state != "ready" or not row.HasField("plan"):
                 continue
             plan = Plan.from_proto(row.plan)
-            reports, endpoints = await self._ask(row.id)
+            reports, _ = await self._ask(row.id)
             now = self._table.get(row.id)
             if now is None or now.version != row.version or not self._leading():
                 continue
             for index, stage in enumerate(plan.stages):
-                if stage.node in reports and stage.node not in endpoints:
+                report = reports.get(stage.node)
+                if report is not None and not (report.prepared and report.active == plan.epoch):
                     error = lost_stage(self._name(stage.node), stage.node, stage, "its worker is gone")
                     _log.warning("stage %d of model=%s is not served", index, row.model)
                     self._broken(row, error, plan.epoch)
@@ -299,6 +303,9 @@ class Coordinator:
             row.endpoints.extend(changes["endpoints"])
         if "wanted" in changes:
             row.wanted = changes["wanted"]
+        row.ClearField("error")
+        if "error" in changes:
+            row.error.CopyFrom(error_to_proto(fitted(changes["error"])))
         _log.info(
             "deployment model=%s state=%s epoch=%s reason=%s",
             row.model,
@@ -323,10 +330,11 @@ class Coordinator:
             else:
                 if row.state not in ("planning", "broken"):
                     self._set(deployment, "planning")
-                plan = await self._make_plan(row, Epoch(choice.n, self._peers.id))
-                proposal = Proposal(plan)
-                attempt.epoch = plan.epoch
-                self._set(deployment, "loading", plan=plan, endpoints=[])
+                async with self._planning:
+                    plan = await self._make_plan(row, Epoch(choice.n, self._peers.id))
+                    proposal = Proposal(plan)
+                    attempt.epoch = plan.epoch
+                    self._set(deployment, "loading", plan=plan, endpoints=[])
                 endpoints = await self._prepare(row, proposal, attempt)
             ordered = [e for _, e in sorted((e.stage, e) for e in endpoints.values())] if endpoints else []
             measured = proposal.plan.measured((e.numerics, e.fingerprint) for e in ordered)
@@ -372,7 +380,7 @@ class Coordinator:
             or count >= MAX_FIRST_TRIES
         )
         if final and not served:
-            self._set(deployment, "refused", error.message, wanted=False)
+            self._set(deployment, "refused", error.message, wanted=False, error=error)
             return
         reason = error.message
         if isinstance(error, DoesNotFit) and row.state == "broken" and row.reason:

@@ -60,7 +60,7 @@ def lost_stage(name: str, node: str, stage: Stage, why: str) -> StageLost:
 
 
 class Member:
-    """One per node. ``budget(device)``: all that workers may use now; ``report``: tells the coordinator."""
+    """One per node. ``budget()``: bytes that all workers may use now; ``report``: tells the coordinator."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class Member:
         )
         self._loading: dict[str, asyncio.Task[pb.StageEndpoint]] = {}
         self._ready: dict[str, Epoch] = {}
+        """Epochs whose driver here has seen a token cross all stages."""
         self._booked: dict[str, int] = {}
         """Bytes of stages whose tensors are on their way, before they have a worker."""
         self._loaded_epochs: dict[str, Epoch] = {}
         """Of which epoch the worker of a deployment is."""
-        """Epochs whose driver here has seen a token cross all stages."""
         self._loads: dict[str, pb.Progress] = {}
         """How far stages are that are on their way into memory, until they are committed or given up."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -19,12 +19,27 @@ from .fetch import Fetcher
 from .peers import Peers
 from .state import Deployments, deployment_id
 
-__all__ = ["Planner", "meant_now"]
+__all__ = ["Patience", "Planner", "meant_now"]
 
 MEASURE_S = 20.0
-"""How long a plan waits for members that have not measured themselves yet."""
+"""So long plans wait for a member that has not measured itself yet, counted from the first that did; later ones go on
+without it."""
 FIRST_S = 90.0
 """The same while no member has: a worker's first start imports and compiles for long on a slow machine."""
+
+
+class Patience:
+    """For how long something missing is waited for in all: a second wait for the same has only what is left of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: dict[str, float] = {}
+        """When each of what is missing was first missed; monotonic."""
+
+    def left(self, missing: Collection[str], now: float) -> bool:
+        """Whether any of it is still worth waiting for. What is not missing any more is forgotten."""
+        self._since = {name: self._since.get(name, now) for name in missing}
+        return any(now - since < self._seconds for since in self._since.values())
 
 
 class Planner:
@@ -32,6 +47,7 @@ class Planner:
 
     def __init__(self, peers: Peers, table: Deployments, fetcher: Fetcher) -> None:
         self._peers, self._table, self._fetcher = peers, table, fetcher
+        self._patience = Patience(MEASURE_S)
 
     async def for_row(self, row: pb.Deployment, epoch: Epoch) -> Plan:
         """A plan for a deployment as it is wanted. Raises `DoesNotFit`, `NodeUnreachable`, or what is wrong with the model."""
@@ -65,8 +81,14 @@ class Planner:
         started = time.monotonic()
         while True:
             nodes = self.nodes(deployment)
-            complete = {n.node for n in nodes} >= self._peers.alive() and self._linked(nodes)
-            if complete or time.monotonic() - started > (MEASURE_S if nodes else FIRST_S):
+            missing = self._peers.alive() - {n.node for n in nodes} | self._unlinked(nodes)
+            starts = {
+                i.id: i.nonce for i in (self._peers.state.me, *(p.info for p in self._peers.state.members()))
+            }
+            now = time.monotonic()
+            if (not missing and nodes) or now - started > FIRST_S:
+                break
+            if not self._patience.left({f"{n} {starts.get(n)}" for n in missing}, now) and nodes:
                 break
             await asyncio.sleep(0.1)
         if not nodes:
@@ -78,10 +100,10 @@ class Planner:
             )
         return nodes
 
-    def _linked(self, nodes: Sequence[NodeBudget]) -> bool:
-        """Whether every member's own row of links has arrived here."""
+    def _unlinked(self, nodes: Sequence[NodeBudget]) -> set[str]:
+        """Members whose own row of links has not arrived here."""
         known = {n for link in self.links() for n in (link.a, link.b)}
-        return len(nodes) == 1 or all(n.node in known for n in nodes)
+        return set() if len(nodes) == 1 else {n.node for n in nodes if n.node not in known}
 
     def nodes(self, deployment: str) -> list[NodeBudget]:
         """Budgets for one deployment: what other deployments have booked is taken off, its own bookings are not."""

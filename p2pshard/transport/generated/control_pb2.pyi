@@ -631,6 +631,7 @@ class Deployment(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     model: _builtins.str
     manifest: _builtins.str
@@ -650,6 +651,10 @@ class Deployment(_message.Message):
 
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]: ...
+    @_builtins.property
+    def error(self) -> _generate_pb2.Error:
+        """why it was refused, typed"""
+
     def __init__(
         self,
         *,
@@ -664,10 +669,11 @@ class Deployment(_message.Message):
         state: _builtins.str = ...,
         reason: _builtins.str = ...,
         endpoints: _abc.Iterable[Global___StageEndpoint] | None = ...,
+        error: _generate_pb2.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "id", b"id", "manifest", b"manifest", "model", b"model", "plan", b"plan", "reason", b"reason", "settings_json", b"settings_json", "state", b"state", "version", b"version", "wanted", b"wanted", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "error", b"error", "id", b"id", "manifest", b"manifest", "model", b"model", "plan", b"plan", "reason", b"reason", "settings_json", b"settings_json", "state", b"state", "version", b"version", "wanted", b"wanted", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

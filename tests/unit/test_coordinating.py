@@ -1,0 +1,239 @@
+"""A coordinator and a member in one process, with nothing behind them: what becomes of rows, reports and bookings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from p2pshard_node.cluster import agreement
+from p2pshard_node.cluster.cluster import _refusal
+from p2pshard_node.cluster.coordinator import Attempt, Coordinator
+from p2pshard_node.cluster.member import Member, error_to_proto
+from p2pshard_node.cluster.planner import Patience
+from p2pshard_node.cluster.state import Deployments, deployment_id
+
+from p2pshard.errors import DoesNotFit, NotReady, P2PShardError, StageLost, UnsupportedModel
+from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+from p2pshard.transport.generated import control_pb2 as pb
+from p2pshard.transport.generated import plan_pb2
+from tests.waiting import come_true
+
+ME = "a"
+
+
+def plan(n: int = 1, nbytes: int = 0) -> Plan:
+    stage = Stage((0, 1), True, True, (Rank(ME, weight_bytes=nbytes),))
+    return Plan((Replica((stage,)),), Epoch(n, ME), "tolerant", "f" * 64, "m", "float32", 64, 1, 16, 4, 32, 2)
+
+
+def row(manifest: str, state: str = "planning", n: int = 0) -> pb.Deployment:
+    made = pb.Deployment(
+        id=deployment_id(manifest), model=manifest, manifest=manifest, wanted=True, state=state
+    )
+    if n:
+        made.plan.CopyFrom(plan(n).to_proto())
+    return made
+
+
+class Alone:
+    """A coordinator of a cluster of one. `epochs` is what its member says; `make_plan` what the planner does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.leads = True
+        self.report = pb.EpochReport()
+        self.make: Callable[[pb.Deployment, Epoch], Awaitable[Plan]] = self.no_plan
+        self.table = Deployments(folder / "deployments.json", ME)
+        peers = SimpleNamespace(
+            id=ME, member_ids=lambda: {ME}, known_elsewhere=lambda n: False, metadata=(),
+            state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann"), peers={}),
+        )  # fmt: skip
+        member = SimpleNamespace(epochs=self.epochs, abort=self.abort, prepare=self.prepare)
+        self.coordinator = Coordinator(
+            peers,  # type: ignore[arg-type]
+            self.table,
+            member,  # type: ignore[arg-type]
+            lambda: self.leads,
+            lambda r, e: self.make(r, e),
+            lambda d: [],
+            lambda r: self.table.write(r) and None,
+        )
+
+    async def epochs(self, *_: object) -> pb.EpochReport:
+        return self.report
+
+    async def abort(self, request: pb.AbortRequest) -> None:
+        return
+
+    async def prepare(self, request: pb.PrepareRequest) -> AsyncIterator[pb.PrepareProgress]:
+        error = UnsupportedModel("not here")
+        yield pb.PrepareProgress(refused=error_to_proto(error))
+
+    @staticmethod
+    async def no_plan(*_: object) -> Plan:
+        raise AssertionError("nothing is planned in this test")
+
+    def add(self, added: pb.Deployment) -> str:
+        self.table.write(added)
+        return added.id
+
+    def state(self, key: str) -> str:
+        found = self.table.get(key)
+        assert found is not None
+        return found.state
+
+
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[Alone]:
+    made = Alone(tmp_path)
+    yield made
+    await made.coordinator.stop()
+
+
+async def test_a_refusal_stays_the_error_it_was(alone: Alone) -> None:
+    async def make(*_: object) -> Plan:
+        raise DoesNotFit("too much", shortfall_bytes=7, terms=[{"node": ME}], suggestions=["buy"])
+
+    alone.make = make
+    key = alone.add(row("m"))
+    alone.coordinator.start()
+    await come_true(lambda: alone.state(key) == "refused")
+    kept = alone.table.get(key)
+    assert kept is not None
+    error = _refusal(kept)
+    assert isinstance(error, DoesNotFit) and error.exit_code == 3
+    assert error.details == {"shortfall_bytes": 7, "terms": [{"node": ME}], "suggestions": ["buy"]}
+
+
+async def test_a_members_refusal_at_prepare_stays_the_error_it_was(alone: Alone) -> None:
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        return plan(epoch.n)
+
+    alone.make = make
+    key = alone.add(row("m"))
+    alone.coordinator.start()
+    await come_true(lambda: alone.state(key) == "refused")
+    kept = alone.table.get(key)
+    assert kept is not None and isinstance(_refusal(kept), UnsupportedModel)
+
+
+async def test_one_plan_is_made_at_a_time_and_the_next_sees_it_booked(alone: Alone) -> None:
+    seen: list[set[str]] = []
+
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        seen.append({r.state for r in alone.table.all()})
+        await asyncio.sleep(0.05)
+        return plan(epoch.n)
+
+    alone.make = make
+    alone.add(row("m"))
+    alone.add(row("k"))
+    alone.coordinator.start()
+    await come_true(lambda: len(seen) == 2)
+    assert seen[0] == {"planning"}
+    assert seen[1] != {"planning"}, "the first deployment was booked before the second was planned"
+
+
+@pytest.mark.parametrize(
+    ("prepared", "active", "expected"), [(True, 3, "ready"), (False, 3, "broken"), (True, 2, "broken")]
+)
+async def test_who_begins_to_coordinate_breaks_what_is_ready_and_not_served(
+    alone: Alone, prepared: bool, active: int, expected: str
+) -> None:
+    async def make(*_: object) -> Plan:
+        raise NotReady("later", state="planning")
+
+    alone.make = make
+    epoch = plan_pb2.Epoch(n=active, proposer=ME)
+    alone.report = pb.EpochReport(prepared=prepared, active=epoch, promised=epoch)
+    key = alone.add(row("m", "ready", 3))
+    alone.coordinator.start()
+    if expected == "broken":
+        await come_true(lambda: alone.state(key) == "broken")
+    else:
+        await asyncio.sleep(0.2)
+        assert alone.state(key) == "ready"
+
+
+async def test_a_report_is_not_taken_by_a_node_that_follows(alone: Alone) -> None:
+    alone.leads = False
+    with pytest.raises(NotReady):
+        alone.coordinator.reported(pb.StageEvent(deployment=alone.add(row("m", "ready", 1)), kind="lost"))
+
+
+async def test_a_stage_lost_between_its_first_token_and_ready_fails_the_attempt(alone: Alone) -> None:
+    key = alone.add(row("m", "loading", 1))
+    attempt = alone.coordinator._attempts[key] = Attempt(epoch=Epoch(1, ME))
+    epoch = plan_pb2.Epoch(n=1, proposer=ME)
+    alone.coordinator.reported(pb.StageEvent(deployment=key, epoch=epoch, kind="ready"))
+    error = error_to_proto(StageLost("gone", node=ME, layers=[0, 1]))
+    alone.coordinator.reported(pb.StageEvent(deployment=key, epoch=epoch, kind="lost", error=error))
+    assert attempt.ready.done() and isinstance(attempt.lost, StageLost)
+
+
+# -- the member
+def member(folder: Path, reports: list[pb.StageEvent], budget: int = 100) -> Member:
+    peers = SimpleNamespace(id=ME, state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann")))
+    supervisor = SimpleNamespace(worker=lambda key: None, used_bytes=lambda without="": 0, stop=_nothing)
+    given: list[Any] = [peers, agreement.Ledger.open(folder / "epochs"), supervisor, None, None, folder / "s"]
+    return Member(*given, lambda: ME, lambda: budget, reports.append)
+
+
+async def _nothing(_: str) -> None:
+    return
+
+
+def test_a_worker_of_an_earlier_epoch_says_nothing_of_the_one_that_is_promised(tmp_path: Path) -> None:
+    reports: list[pb.StageEvent] = []
+    one = member(tmp_path, reports)
+    record = agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0)
+    one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
+    one._loaded_epochs["d"] = Epoch(1, ME)
+    one.worker_event("d", {"ev": "edge_lost", "stage": 0, "error": {}})
+    assert [(r.kind, r.epoch.n) for r in reports] == [("lost", 1)]
+    one._ledger.put(agreement.prepare(one._ledger.get("d"), Epoch(2, ME), plan(2), plan(2).digest(), 0.0))
+    one.worker_event("d", {"ev": "exit", "reason": "killed"})
+    assert len(reports) == 1
+
+
+async def test_what_is_still_fetching_counts_against_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = member(tmp_path, [], budget=100)
+    go = asyncio.Event()
+
+    async def fetch(*_: object) -> pb.StageEndpoint:
+        await go.wait()
+        return pb.StageEndpoint()
+
+    monkeypatch.setattr(one, "_fetch_and_load", fetch)
+    queue: asyncio.Queue[pb.PrepareProgress] = asyncio.Queue()
+    first = asyncio.create_task(one._load("d", plan(nbytes=60), 0, [], queue, None))
+    await asyncio.sleep(0)
+    await come_true(lambda: one._booked)
+    with pytest.raises(DoesNotFit) as caught:
+        async with asyncio.timeout(5):  # it would go on to fetch
+            await one._load("e", plan(nbytes=60), 0, [], queue, None)
+    assert caught.value.details["shortfall_bytes"] == 20
+    go.set()
+    await first
+    await one._load("e", plan(nbytes=60), 0, [], queue, None)  # what was booked is free again
+
+
+# -- the planner
+def test_what_is_missing_is_waited_for_once() -> None:
+    patience = Patience(20.0)
+    assert patience.left({"b"}, 0.0) and patience.left({"b"}, 19.9)
+    assert not patience.left({"b"}, 20.0)
+    assert not patience.left({"b"}, 500.0), "a later plan does not wait for it again"
+    assert patience.left({"b", "c"}, 501.0), "a newcomer has its own time"
+    assert not patience.left(set(), 502.0)
+    assert patience.left({"b"}, 503.0), "it had come, and is missing anew"
+
+
+def test_a_row_without_an_error_is_refused_as_not_ready() -> None:
+    error: P2PShardError = _refusal(row("m", "broken"))
+    assert isinstance(error, NotReady)
