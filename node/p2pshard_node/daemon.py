@@ -212,7 +212,6 @@ class Daemon:
             found=self._found,
         )
         discovery.start()
-        self.discovery = discovery
         self._undo.append(("discovery", discovery.stop))
 
     def _found(self, announcement: Announcement) -> None:

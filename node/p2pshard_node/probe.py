@@ -16,7 +16,7 @@ import psutil
 
 from p2pshard_node.platform import peak_bytes
 
-__all__ = ["HostMemory", "Limit", "cgroup_limits", "free_memory", "peak_bytes", "probe_memory"]
+__all__ = ["HostMemory", "Limit", "cgroup_limits", "peak_bytes", "probe_memory"]
 
 _UNLIMITED = 1 << 60
 """A cgroup v1 without a limit says 2^63 less a page."""
@@ -68,11 +68,6 @@ def probe_memory(memory: int | None = None, *, held_bytes: int = 0, root: Path =
     if memory is not None and memory < budget:
         budget, bound_by = memory, "--memory"
     return HostMemory(total, free, budget, bound_by)
-
-
-def free_memory() -> int:
-    """Bytes that new processes can have now (`HostMemory.free_bytes`)."""
-    return probe_memory().free_bytes
 
 
 def _system_memory(root: Path) -> tuple[int, int]:

@@ -29,7 +29,7 @@ STRANGER = pb.NodeInfo(
     id="stranger", name="s", incarnation=1, nonce="n", protocol=1, version="0", cluster="other"
 )
 VALID = {
-    "Cluster/Handshake": pb.HandshakeRequest(sender=STRANGER, dialled=pb.Address(host="127.0.0.1", port=1)),
+    "Cluster/Handshake": pb.HandshakeRequest(sender=STRANGER),
     "Cluster/Ping": pb.PingRequest(sender=STRANGER, coordinator="stranger", known=[STRANGER]),
     "Cluster/Leave": pb.Goodbye(id="stranger", nonce="n"),
     "Cluster/State": pb.StateRequest(deployments=["../../x"]),
@@ -38,7 +38,7 @@ VALID = {
     ),
     "Cluster/Commit": pb.CommitRequest(deployment="d", epoch=EPOCH, digest="0" * 64),
     "Cluster/Abort": pb.AbortRequest(deployment="d", epoch=EPOCH),
-    "Cluster/Epochs": pb.EpochQuery(deployment="d", asker="stranger"),
+    "Cluster/Epochs": pb.EpochQuery(deployment="d"),
     "Cluster/Report": pb.StageEvent(deployment="d", epoch=EPOCH, stage=2**31, node="stranger", kind="lost"),
     "Cluster/Want": pb.WantDeployment(
         model="../x", manifest="0" * 64, settings_json='{"context": 1e999}', holder="stranger"

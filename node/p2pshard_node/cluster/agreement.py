@@ -262,7 +262,7 @@ def _from_json(deployment: str, value: Mapping[str, Any]) -> Record:
         raise Conflict(f"the record of deployment {deployment} is damaged: {error!r}") from error
 
 
-def report_to_proto(record: Record, coordinator: str, endpoints: list[pb.StageEndpoint]) -> pb.EpochReport:
+def report_to_proto(record: Record, endpoints: list[pb.StageEndpoint]) -> pb.EpochReport:
     """What this member answers to `Cluster.Epochs`."""
     return pb.EpochReport(
         active=_epoch(record.active),
@@ -270,7 +270,6 @@ def report_to_proto(record: Record, coordinator: str, endpoints: list[pb.StageEn
         promised=_epoch(record.promised),
         promised_digest=record.promised_digest,
         promised_plan=record.plan.to_proto() if record.plan is not None else None,
-        coordinator=coordinator,
         endpoints=endpoints,
         prepared=record.prepared,
     )

@@ -119,9 +119,10 @@ class Cluster:
     async def stop(self) -> None:
         """Goodbye to all; nothing of ours runs afterwards."""
         await self.coordinator.stop()
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *self._texts.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.peers.stop()
 
     def _spawn(self, work: Any, name: str) -> None:

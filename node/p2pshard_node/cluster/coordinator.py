@@ -240,16 +240,11 @@ class Coordinator:
             elif event.kind == "not_ready":
                 # The driver keeps trying; people see what it waits for.
                 self._set(event.deployment, "loading", proto_to_error(event.error).message)
-            elif event.kind in ("lost", "stuck"):
+            elif event.kind == "lost":
                 attempt.fail(proto_to_error(event.error))
             return
         current = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
-        if (
-            row.wanted
-            and row.state == "ready"
-            and epoch == current
-            and event.kind in ("lost", "stuck", "not_ready")
-        ):
+        if row.wanted and row.state == "ready" and epoch == current and event.kind in ("lost", "not_ready"):
             self._broken(row, proto_to_error(event.error), epoch)
 
     def _gone(self, node: str) -> bool:
@@ -391,11 +386,11 @@ class Coordinator:
 
     async def _ask(self, deployment: str) -> tuple[dict[str, agreement.Report], dict[str, pb.StageEndpoint]]:
         """Epochs and endpoints of all members that answer."""
-        query = pb.EpochQuery(deployment=deployment, asker=self._peers.id)
+        query = pb.EpochQuery(deployment=deployment)
 
         async def one(node: str) -> tuple[str, pb.EpochReport | None]:
             if node == self._peers.id:
-                return node, await self._member.epochs(deployment, node)
+                return node, await self._member.epochs(deployment)
             try:
                 stub = self._peers.stub(node)
                 return node, await stub.Epochs(query, timeout=ASK_S, metadata=self._peers.metadata)

@@ -366,10 +366,10 @@ class Member:
         epoch = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
         return self._peers.id not in nodes and epoch > self._ledger.get(row.id).promised
 
-    async def epochs(self, deployment: str, asker: str) -> pb.EpochReport:
+    async def epochs(self, deployment: str) -> pb.EpochReport:
         """What is promised and active here."""
         record = self._ledger.get(deployment)
-        return agreement.report_to_proto(record, self._followed(), self.endpoints(deployment))
+        return agreement.report_to_proto(record, self.endpoints(deployment))
 
     def endpoints(self, deployment: str) -> list[pb.StageEndpoint]:
         """Of the stage that is loaded here; empty when none is."""
@@ -438,7 +438,6 @@ class Member:
     ) -> None:
         record = self._ledger.get(deployment)
         assert record.plan is not None, "only a loaded stage reports"
-        own = self.endpoints(deployment)
         self._report(
             pb.StageEvent(
                 deployment=deployment,
@@ -447,6 +446,5 @@ class Member:
                 node=self._peers.id,
                 kind=kind,
                 error=error_to_proto(error) if error is not None else None,
-                endpoint=own[0] if own else None,
             )
         )

@@ -256,8 +256,7 @@ class Peers:
         return 1 if any(ip in network for network in self._bridges if network.version == ip.version) else 0
 
     async def _dial(self, address: m.Addr) -> None:
-        host, port = address
-        request = pb.HandshakeRequest(sender=self.state.me, dialled=pb.Address(host=host, port=port))
+        request = pb.HandshakeRequest(sender=self.state.me)
         channel = make_channel(m.text(address), self._credentials, own_connection=True)
         started = time.monotonic()
         try:

@@ -171,7 +171,7 @@ class ClusterService(rpc.ClusterServicer):
     @_unary
     async def Epochs(self, request: pb.EpochQuery, context: Any) -> pb.EpochReport:
         self._caller(context)
-        return await self._cluster.member.epochs(request.deployment, request.asker)
+        return await self._cluster.member.epochs(request.deployment)
 
     @_unary
     async def Report(self, request: pb.StageEvent, context: Any) -> pb.Empty:

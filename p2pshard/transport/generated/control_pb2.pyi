@@ -369,22 +369,16 @@ class HandshakeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SENDER_FIELD_NUMBER: _builtins.int
-    DIALLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sender(self) -> Global___NodeInfo: ...
-    @_builtins.property
-    def dialled(self) -> Global___Address:
-        """the address the sender used to reach us"""
-
     def __init__(
         self,
         *,
         sender: Global___NodeInfo | None = ...,
-        dialled: Global___Address | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dialled", b"dialled", "sender", b"sender"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dialled", b"dialled", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -947,18 +941,15 @@ class EpochQuery(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEPLOYMENT_FIELD_NUMBER: _builtins.int
-    ASKER_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
-    asker: _builtins.str
     def __init__(
         self,
         *,
         deployment: _builtins.str = ...,
-        asker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "deployment", b"deployment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -973,12 +964,10 @@ class EpochReport(_message.Message):
     PROMISED_FIELD_NUMBER: _builtins.int
     PROMISED_DIGEST_FIELD_NUMBER: _builtins.int
     PROMISED_PLAN_FIELD_NUMBER: _builtins.int
-    COORDINATOR_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     active_digest: _builtins.str
     promised_digest: _builtins.str
-    coordinator: _builtins.str
     prepared: _builtins.bool
     """the promised epoch is loaded here"""
     @_builtins.property
@@ -989,7 +978,7 @@ class EpochReport(_message.Message):
     def promised_plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]:
-        """of the active epoch"""
+        """of the stage that is loaded here"""
 
     def __init__(
         self,
@@ -999,13 +988,12 @@ class EpochReport(_message.Message):
         promised: _plan_pb2.Epoch | None = ...,
         promised_digest: _builtins.str = ...,
         promised_plan: _plan_pb2.Plan | None = ...,
-        coordinator: _builtins.str = ...,
         endpoints: _abc.Iterable[Global___StageEndpoint] | None = ...,
         prepared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "promised", b"promised", "promised_plan", b"promised_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_digest", b"active_digest", "coordinator", b"coordinator", "endpoints", b"endpoints", "prepared", b"prepared", "promised", b"promised", "promised_digest", b"promised_digest", "promised_plan", b"promised_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_digest", b"active_digest", "endpoints", b"endpoints", "prepared", b"prepared", "promised", b"promised", "promised_digest", b"promised_digest", "promised_plan", b"promised_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1021,18 +1009,15 @@ class StageEvent(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     stage: _builtins.int
     node: _builtins.str
     kind: _builtins.str
-    """"ready", "lost", "stuck", "not_ready" """
+    """"ready", "lost", "not_ready" """
     @_builtins.property
     def epoch(self) -> _plan_pb2.Epoch: ...
     @_builtins.property
     def error(self) -> _generate_pb2.Error: ...
-    @_builtins.property
-    def endpoint(self) -> Global___StageEndpoint: ...
     def __init__(
         self,
         *,
@@ -1042,11 +1027,10 @@ class StageEvent(_message.Message):
         node: _builtins.str = ...,
         kind: _builtins.str = ...,
         error: _generate_pb2.Error | None = ...,
-        endpoint: Global___StageEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "endpoint", b"endpoint", "epoch", b"epoch", "error", b"error", "kind", b"kind", "node", b"node", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "epoch", b"epoch", "error", b"error", "kind", b"kind", "node", b"node", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
