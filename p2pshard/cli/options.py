@@ -10,12 +10,11 @@ import click
 from p2pshard.client import PlanOptions
 from p2pshard.config import parse_address
 from p2pshard.planning.plan import WIRES
+from p2pshard.planning.settings import DTYPES
 
 __all__ = ["Address", "LayerPin", "json_flag", "node_flag", "plan_flags", "plan_options", "sampling_flags"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 
 
 class Address(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
@@ -92,7 +91,7 @@ def plan_flags(function: F) -> F:
             click.option(
                 "--concurrency",
                 type=click.IntRange(min=1),
-                help="How many full contexts to keep room for, at least. Default: what a running deployment has, else 1.",
+                help="How many full contexts to keep room for, at least. Default: 1; one that runs keeps what it has.",
             ),
             click.option(
                 "--dtype",

@@ -24,7 +24,8 @@ class PlanOptions(TypedDict, total=False):
     context: int | None
     """Tokens one sequence may have; None: the largest that fits, at least 8,192 or the model's most."""
     concurrency: int | None
-    """Full contexts that the KV pool holds, at least; None: as many as the running deployment has, else 1."""
+    """Full contexts that the KV pool holds, at least; None: a deployment that runs is kept with what it has, a new one
+    has 1."""
     dtype: str
     """``auto`` (as the file has it), ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``."""
     nodes: int | None

@@ -54,7 +54,7 @@ class Settings:
         """Parse an object; an empty text is an empty object. Raises `InvalidRequest`, naming the key."""
         try:
             value = parse_json(text) if text.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"settings are not JSON: {error}") from error
         return cls.from_value(value)
 

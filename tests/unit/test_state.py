@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from p2pshard_node.cluster.state import Deployments, deployment_id, settings_satisfied
 
 from p2pshard.client.options import settings_json
+from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
 
 
@@ -89,6 +90,7 @@ def test_what_is_wanted_survives_a_restart_and_another_nodes_word_on_its_state_i
         {"version": 2**63},
         {"settings_json": "[1]"},
         {"settings_json": "{"},
+        {"settings_json": '{"concurrency": "x"}'},
         {"settings_json": "[" * 100_000},
     ],
 )
@@ -137,6 +139,18 @@ def test_what_is_not_asked_for_by_name_may_be_as_it_is(asked: dict[str, object],
     assert settings_satisfied(json.dumps(asked), existing) is same
     assert settings_satisfied(settings_json(), existing)  # what `run` asks for without flags
     assert settings_satisfied(json.dumps({"concurrency": 1}), "{}")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"exclude": ["c", "b", "c"]},
+        {"layers": {"d": [9, 11], "a": [0, 8]}, "wire": "raw"},
+        {"exclude": ["b", "c"], "context": 512, "concurrency": None},
+    ],
+)
+def test_what_is_asked_for_twice_is_the_same_as_the_first_time(asked: dict[str, object]) -> None:
+    assert settings_satisfied(json.dumps(asked), Settings.from_value(asked).to_json())
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.booleans()), max_size=12))

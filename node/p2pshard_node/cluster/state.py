@@ -10,8 +10,8 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from p2pshard.errors import InvalidRequest, P2PShardError
-from p2pshard.json_text import parse_json
 from p2pshard.planning.plan import Plan
+from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
 
 from ..identity import read_json, write_json
@@ -32,14 +32,17 @@ def deployment_id(manifest: str) -> str:
 
 
 def settings_satisfied(asked: str, existing: str) -> bool:
-    """Whether a deployment with the existing settings is what was asked for: nothing asked by name differs, and
-    there is room for as many at once."""
-    empty: tuple[object, ...] = (None, "auto", {}, [])
-    want = {k: v for k, v in parse_json(asked or "{}").items() if v not in empty}
-    have = parse_json(existing or "{}")
-    if want.pop("concurrency", 1) > (have.get("concurrency") or 1):
-        return False
-    return all(have.get(k) == v for k, v in want.items())
+    """Whether a deployment with the existing settings is what was asked for: whatever was asked for by name (``auto``,
+    null and what is empty name nothing) is as it was asked, and there is room for at least as many at once.
+
+    Both are read first, so the order of names makes no difference. Raises `InvalidRequest` for settings that are none.
+    """
+    want, have, unnamed = Settings.from_json(asked), Settings.from_json(existing), Settings()
+    return want.concurrency <= have.concurrency and all(
+        getattr(want, name) in (getattr(unnamed, name), getattr(have, name))
+        for name in Settings.__dataclass_fields__
+        if name != "concurrency"
+    )
 
 
 class Deployments:
@@ -126,10 +129,8 @@ def _check(row: pb.Deployment) -> None:
             f"deployment {row.id} has state {row.state[:20]!r}, version {row.version}, or another model's id"
         )
     try:
-        settings = parse_json(row.settings_json or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"settings of deployment {row.id} are not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise InvalidRequest(f"settings of deployment {row.id} are not an object")
+        Settings.from_json(row.settings_json)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"settings of deployment {row.id}: {error}") from error
     if row.HasField("plan") and row.plan.replicas:
         Plan.from_proto(row.plan)
