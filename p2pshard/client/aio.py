@@ -14,7 +14,14 @@ from p2pshard.client.options import GenerateOptions, Message, PlanOptions, apply
 from p2pshard.client.references import resolve_reference
 from p2pshard.client.stream import AsyncStream, json_object
 from p2pshard.config import local_address, parse_address
-from p2pshard.errors import DeadlineExceeded, InvalidRequest, NodeUnreachable, NotReady, ProtocolError
+from p2pshard.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnreachable,
+    NotReady,
+    P2PShardError,
+    ProtocolError,
+)
 from p2pshard.results import ClusterStatus, Deployment, Models, PlanResult, Requests
 from p2pshard.transport.channels import make_channel, sent_by_peer
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
@@ -149,14 +156,21 @@ class AsyncClient:
         )
 
     async def _once(self, operation: Callable[[str, Any], Awaitable[T]]) -> T:
-        """Run a repeatable operation on the first node that answers it."""
-        async for address, channel in self._attempts():
-            try:
-                return await operation(address, control_pb2_grpc.NodeStub(channel))  # type: ignore[no-untyped-call]
-            except grpc.aio.AioRpcError as error:
-                typed = from_rpc_error(error, address)
-                if sent_by_peer(error) or not isinstance(typed, NodeUnreachable):
-                    raise typed from error
+        """Run a repeatable operation on the first node that answers it. An error that a node sent is its answer."""
+        last: P2PShardError | None = None
+        try:
+            async for address, channel in self._attempts():
+                try:
+                    return await operation(address, control_pb2_grpc.NodeStub(channel))  # type: ignore[no-untyped-call]
+                except grpc.aio.AioRpcError as error:
+                    typed = from_rpc_error(error, address)
+                    if sent_by_peer(error) or not isinstance(typed, NodeUnreachable):
+                        raise typed from error
+                    last = typed
+        except NodeUnreachable as error:
+            if last is not None and error.__cause__ is None:
+                raise error from last  # why the last of them that took the call did not answer it
+            raise
         raise AssertionError("unreachable: _attempts raises at its end")
 
     async def connect(self) -> str:
@@ -172,7 +186,7 @@ class AsyncClient:
             try:
                 return await call(address, stub)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not sent_by_peer(error):
                     raise DeadlineExceeded(
                         f"the node at {address} did not answer in time; is it stopped or overloaded?"
                     ) from error

@@ -12,6 +12,7 @@ import grpc.aio
 from p2pshard.errors import InvalidRequest, NodeUnreachable, P2PShardError, ProtocolError
 from p2pshard.json_text import parse_json
 from p2pshard.results import Generation, TextDelta, Token, plan_from
+from p2pshard.transport.channels import sent_by_peer
 from p2pshard.transport.generated import generate_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
 
@@ -84,7 +85,7 @@ class AsyncStream:
                 raise
             return  # `aclose` was called elsewhere while this waited for the next piece
         except grpc.aio.AioRpcError as error:
-            self._error = _located(from_rpc_error(error, self._address), self._address)
+            self._error = _located(error, self._address)
             raise self._error from error
         except P2PShardError as error:
             self._error = error
@@ -151,13 +152,14 @@ class AsyncStream:
         await self.aclose()
 
 
-def _located(error: P2PShardError, address: str) -> P2PShardError:
-    """An unreachable node is named; errors that a node sent say enough themselves."""
-    if isinstance(error, NodeUnreachable) and address and "tried" not in error.details:
+def _located(error: grpc.aio.AioRpcError, address: str) -> P2PShardError:
+    """A node whose connection broke is named; errors that a node sent say enough themselves."""
+    typed = from_rpc_error(error, address)
+    if isinstance(typed, NodeUnreachable) and not sent_by_peer(error):
         return NodeUnreachable(
-            f"the connection to the node at {address} was lost: {error.message}", tried=[address]
+            f"the connection to the node at {address} was lost: {typed.message}", tried=[address]
         )
-    return error
+    return typed
 
 
 def json_object(text: str, what: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from p2pshard.client.references import is_this_machine, resolve_reference
 from p2pshard.discovery import PROTOCOL, Announcement, cluster_hash
 from p2pshard.errors import (
     ContextExceeded,
+    DeadlineExceeded,
     DoesNotFit,
     InvalidRequest,
     ModelNotFound,
@@ -242,6 +243,31 @@ def test_what_a_node_says_of_another_is_not_taken_for_its_own_silence(node: Fake
             with pytest.raises(NodeUnreachable, match="no coordinator after 10 s"):
                 call()
         assert client.connect() == node.address
+
+
+def test_nor_is_what_it_says_in_the_middle_of_an_answer_or_of_a_time_that_passed(
+    client: Client, node: FakeNode
+) -> None:
+    node.break_after, node.break_with = 2, NodeUnreachable("layers 10-19 have no node")
+    with pytest.raises(NodeUnreachable) as broken:
+        client.generate("tiny", "x").result()
+    assert broken.value.message == "layers 10-19 have no node"
+    node.error = DeadlineExceeded("node b did not answer within 5 s")
+    with pytest.raises(DeadlineExceeded, match="node b did not answer within 5 s"):
+        client.status()
+
+
+def test_the_last_node_that_broke_off_is_the_cause_that_no_daemon_answers(node: FakeNode) -> None:
+    async def ask() -> None:
+        async with AsyncClient([node.address]) as client:
+            await client.connect()
+            node.stop()
+            await client.status()
+
+    with pytest.raises(NodeUnreachable, match="no daemon answers") as caught:
+        asyncio.run(ask())
+    assert isinstance(caught.value.__cause__, NodeUnreachable)
+    assert node.address in caught.value.__cause__.message
 
 
 def test_unreachable_says_what_was_tried() -> None:
