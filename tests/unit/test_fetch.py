@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from p2pshard_node.cluster.fetch import Fetcher
+from p2pshard_node.models.cache import BlobWriter
 from p2pshard_node.models.store import ModelStore
 
 from p2pshard.models.manifest import TensorEntry
@@ -28,9 +29,15 @@ class Holder(rpc.ClusterServicer):
 
     def __init__(self) -> None:
         self.go, self.asked, self.calls = asyncio.Event(), asyncio.Event(), 0
+        self.asked_for_manifest = asyncio.Event()
 
     async def HasTensors(self, request: Any, context: Any) -> pb.TensorQueryReply:
         return pb.TensorQueryReply(held=[True for _ in request.sha256])
+
+    async def Manifest(self, request: Any, context: Any) -> AsyncIterator[pb.Blob]:
+        self.asked_for_manifest.set()
+        await self.go.wait()
+        yield pb.Blob()
 
     async def Tensor(self, request: Any, context: Any) -> AsyncIterator[pb.Blob]:
         self.calls += 1
@@ -87,6 +94,76 @@ async def test_a_download_that_nobody_waits_for_ends_and_may_be_begun_again(
         holder.go.set()
         await ask(fetcher)
     assert store.holds(ENTRY.sha256) and holder.calls == 2
+
+
+async def test_who_asks_while_a_download_that_was_given_up_closes_its_file_waits_for_that(
+    lab: tuple[Holder, Fetcher, ModelStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder, fetcher, store = lab
+    closing, go, plain = threading.Event(), threading.Event(), BlobWriter.close
+
+    def slow(writer: BlobWriter) -> None:
+        closing.set()
+        go.wait(5)
+        plain(writer)
+
+    monkeypatch.setattr(BlobWriter, "close", slow)
+    async with asyncio.timeout(10):
+        first = ask(fetcher)
+        await holder.asked.wait()
+        first.cancel()
+        await asyncio.to_thread(closing.wait)
+        holder.go.set()
+        second = ask(fetcher)
+        await asyncio.sleep(0.1)
+        go.set()
+        await second
+    assert store.holds(ENTRY.sha256) and not caplog.records, "it never met the other's half of the file"
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+async def test_a_file_is_closed_after_the_write_that_was_under_way(
+    lab: tuple[Holder, Fetcher, ModelStore], monkeypatch: pytest.MonkeyPatch, cancels: int
+) -> None:
+    _, fetcher, _ = lab
+    story: list[str] = []
+    writing, go, write, close = threading.Event(), threading.Event(), BlobWriter.write, BlobWriter.close
+
+    def slow_write(writer: BlobWriter, data: bytes) -> None:
+        writing.set()
+        go.wait(5)
+        write(writer, data)
+        story.append("written")
+
+    def noted_close(writer: BlobWriter) -> None:
+        story.append("closed")
+        close(writer)
+
+    monkeypatch.setattr(BlobWriter, "write", slow_write)
+    monkeypatch.setattr(BlobWriter, "close", noted_close)
+    async with asyncio.timeout(10):
+        first = ask(fetcher)
+        await asyncio.to_thread(writing.wait)
+        (running,) = fetcher._running.values()
+        assert running.task is not None
+        for _ in range(cancels):
+            running.task.cancel()
+            await asyncio.sleep(0.05)
+        go.set()
+        await asyncio.gather(first, return_exceptions=True)
+    assert story == ["written", "closed"]
+
+
+async def test_nothing_is_on_its_way_after_closing(lab: tuple[Holder, Fetcher, ModelStore]) -> None:
+    holder, fetcher, store = lab
+    tensor, manifest = ask(fetcher), asyncio.create_task(fetcher.manifest("d" * 64))
+    async with asyncio.timeout(10):
+        await asyncio.gather(holder.asked.wait(), holder.asked_for_manifest.wait())
+        await fetcher.close()
+        assert not fetcher._running and not fetcher._manifests
+        await asyncio.gather(tensor, manifest, return_exceptions=True)
+    assert tensor.cancelled() and manifest.cancelled()
+    store.writer(ENTRY.sha256, ENTRY.nbytes).close()  # nobody writes it
 
 
 async def test_a_file_that_was_being_opened_when_its_asker_left_is_closed(

@@ -123,6 +123,7 @@ class Cluster:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.fetcher.close()
         await self.peers.stop()
 
     def _spawn(self, work: Any, name: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 
+from ..threads import in_thread
 from .peers import Peers
 
 __all__ = ["Fetcher"]
@@ -74,8 +76,20 @@ class Fetcher:
         task = self._manifests.get(digest)
         if task is None:
             task = self._manifests[digest] = asyncio.create_task(self._fetch_manifest(digest, holders))
-            task.add_done_callback(lambda _: self._manifests.pop(digest, None))
+            task.add_done_callback(lambda t: self._have_manifest(digest, t))
         return await asyncio.shield(task)
+
+    def _have_manifest(self, digest: str, task: asyncio.Task[Manifest]) -> None:
+        del self._manifests[digest]
+        if not task.cancelled():
+            task.exception()  # seen by those who wait for it, if any still does
+
+    async def close(self) -> None:
+        """End what is on its way. Whoever waits for it is cancelled."""
+        tasks = [*self._manifests.values(), *(d.task for d in self._running.values() if d.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fetch_manifest(self, digest: str, holders: Sequence[str]) -> Manifest:
         for node in self._sources(holders):
@@ -173,10 +187,14 @@ class Fetcher:
         self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
     ) -> None:
         """One download at a time per hash, however many ask for it; it ends when none of them waits any more."""
-        running = self._running.get(sha)
+        while (running := self._running.get(sha)) is not None and not running.askers:
+            # Given up by its last asker: its file is closed before another may write it.
+            assert running.task is not None, "made with it"
+            await asyncio.wait([running.task])
         if running is None:
             running = self._running[sha] = _Download([])
             running.task = asyncio.create_task(self._gated(sha, nbytes, name, sources, running))
+            running.task.add_done_callback(lambda task: self._ended(sha, task))
         assert running.task is not None, "made with it"
         running.counts.append(count)
         running.askers += 1
@@ -185,12 +203,14 @@ class Fetcher:
         finally:
             running.askers -= 1
             running.counts.remove(count)
-            if not running.askers:
-                if self._running.get(sha) is running:
-                    del self._running[sha]
+            if not running.askers and not running.task.done():
                 running.task.cancel()
-                # its file is closed before another may write it
-                await asyncio.gather(running.task, return_exceptions=True)
+                await asyncio.wait([running.task])
+
+    def _ended(self, sha: str, task: asyncio.Task[None]) -> None:
+        del self._running[sha]
+        if not task.cancelled():
+            task.exception()  # seen by those who wait for it, if any still does
 
     async def _gated(self, sha: str, nbytes: int, name: str, sources: list[str], running: _Download) -> None:
         async with self._gate:
@@ -220,16 +240,7 @@ class Fetcher:
         )
 
     async def _from(self, node: str, sha: str, nbytes: int, count: Callable[[int], None]) -> None:
-        # A thread cannot be cancelled: what it opens is closed whatever becomes of this call.
-        opening = asyncio.ensure_future(asyncio.to_thread(self._store.writer, sha, nbytes))
-        try:
-            writer = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            await asyncio.gather(opening, return_exceptions=True)
-            if opening.exception() is None:
-                await asyncio.to_thread(opening.result().close)
-            raise
-        try:
+        async with _opened(self._store, sha, nbytes) as writer:
             got = writer.offset
             call = self._peers.stub(node).Tensor(
                 pb.TensorRequest(sha256=sha, offset=got), metadata=self._peers.metadata
@@ -242,12 +253,22 @@ class Fetcher:
                         raise NodeUnreachable(f"it ended after {got} of {nbytes} bytes")
                     if got + len(piece.data) > nbytes:
                         raise ModelCorrupt(f"it sends more than the {nbytes} bytes of the tensor")
-                    await asyncio.to_thread(writer.write, piece.data)
+                    await in_thread(writer.write, piece.data)
                     got += len(piece.data)
                     self.bytes_received += len(piece.data)
                     count(len(piece.data))
             finally:
                 call.cancel()
-            await asyncio.to_thread(writer.finish)
-        finally:
-            await asyncio.to_thread(writer.close)
+            await in_thread(writer.finish)
+
+
+@asynccontextmanager
+async def _opened(store: Any, sha: str, nbytes: int) -> AsyncIterator[Any]:
+    """A writer of the store, closed when the work ends or is cancelled, even while it is being opened."""
+    opened: list[Any] = []
+    try:
+        await in_thread(lambda: opened.append(store.writer(sha, nbytes)))
+        yield opened[0]
+    finally:
+        for writer in opened:
+            await in_thread(writer.close)

@@ -27,6 +27,7 @@ from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import generate_pb2, plan_pb2
 
 from ..supervisor import Supervisor, Worker
+from ..threads import in_thread
 from . import agreement
 from .fetch import Fetcher
 from .peers import Peers
@@ -221,7 +222,7 @@ class Member:
             plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)
         )
         source = self._source(deployment)
-        await asyncio.to_thread(self._store.write_source, manifest, entries, source)
+        await in_thread(self._store.write_source, manifest, entries, source)
         self._loaded_epochs[deployment] = plan.epoch
         worker, event = await self._supervisor.load(
             deployment,
