@@ -25,6 +25,7 @@ __all__ = [
     "API_PORT",
     "CONTROL_PORT",
     "DATA_PORTS",
+    "TENSOR_CACHE",
     "DaemonConfig",
     "default_data_dir",
     "default_models_dir",
@@ -36,6 +37,7 @@ __all__ = [
 API_PORT = 7331
 CONTROL_PORT = 7332
 DATA_PORTS = (7333, 7340)
+TENSOR_CACHE = 64 * 2**30
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -73,6 +75,8 @@ class DaemonConfig:
     """Announce and browse by zeroconf."""
     models_dir: Path
     """Where named models are stored; daemons of one machine share it."""
+    tensor_cache: int
+    """Bytes of disk, under the data directory, for tensors that came from other nodes."""
     warm_worker: bool
     """Keep one worker with its libraries loaded, so that a deployment starts sooner (its memory counts)."""
     json_logs: bool
@@ -138,7 +142,7 @@ def _path(value: Any) -> Path:
     return Path(os.path.abspath(Path(str(value) if isinstance(value, Path) else _string(value)).expanduser()))
 
 
-def _memory(value: Any) -> int:
+def _size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError('it must be bytes or a size such as "600MB"')
     size = value if isinstance(value, int) else parse_size(value)
@@ -191,7 +195,7 @@ def _flag(value: Any) -> bool:
 _READERS: dict[str, Callable[[Any], Any]] = {
     "name": _name,
     "data_dir": _path,
-    "memory": _memory,
+    "memory": _size,
     "device": _device,
     "port": _port,
     "api_port": _port,
@@ -202,6 +206,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "cluster": _name,
     "mdns": _flag,
     "models_dir": _path,
+    "tensor_cache": _size,
     "warm_worker": _flag,
     "json_logs": _flag,
 }
@@ -228,6 +233,7 @@ def _defaults() -> dict[str, Any]:
         "cluster": "default",
         "mdns": True,
         "models_dir": default_models_dir(),
+        "tensor_cache": TENSOR_CACHE,
         "warm_worker": True,
         "json_logs": False,
     }

@@ -73,7 +73,7 @@ class Daemon:
         config = self.config
         self.identity = Identity.open(config.data_dir)
         self._undo.append(("data directory", self.identity.close))
-        self.store = ModelStore(config.data_dir, [config.models_dir])
+        self.store = ModelStore(config.data_dir, [config.models_dir], cache_bytes=config.tensor_cache)
         server = make_server(self._credentials)
         try:
             self.port = bind(server, self._credentials, config.bind, [config.port])

@@ -49,6 +49,9 @@ def _require_node_extra() -> None:
 @click.option(
     "--memory", metavar="SIZE", help='Hard budget for all workers, such as "600MB". Default: what is free.'
 )
+@click.option(
+    "--tensor-cache", metavar="SIZE", help="Disk for tensors that come from other nodes. Default: 64GiB."
+)
 @click.option("--device", metavar="auto|cpu|cuda:N|mps", help="Where layers run. Default: auto.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Control port. Default: 7332.")
 @click.option("--api-port", type=click.IntRange(0, 65535), help="HTTP API port. Default: 7331.")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from p2pshard_node.cluster import agreement
@@ -17,6 +17,7 @@ from p2pshard_node.cluster.planner import Patience
 from p2pshard_node.cluster.state import Deployments, deployment_id
 
 from p2pshard.errors import DoesNotFit, NotReady, P2PShardError, StageLost, UnsupportedModel
+from p2pshard.models.manifest import Manifest
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import plan_pb2
@@ -182,8 +183,16 @@ def member(folder: Path, reports: list[pb.StageEvent], budget: int = 100) -> Mem
     return Member(*given, lambda: ME, lambda: budget, reports.append)
 
 
-async def _nothing(_: str) -> None:
+async def _nothing(*_: object) -> None:
     return
+
+
+async def _manifest(*_: object) -> Manifest:
+    return Manifest("gguf", {"num_hidden_layers": 2}, (), tokenizer="")
+
+
+async def _loaded(*_: object, **__: object) -> tuple[Any, dict[str, Any]]:
+    return SimpleNamespace(pid=1, peak_bytes=0), {"port": 1}
 
 
 def test_a_worker_of_an_earlier_epoch_says_nothing_of_the_one_that_is_promised(tmp_path: Path) -> None:
@@ -221,6 +230,27 @@ async def test_what_is_still_fetching_counts_against_the_budget(
     go.set()
     await first
     await one._load("e", plan(nbytes=60), 0, [], queue, None)  # what was booked is free again
+
+
+async def test_what_is_undeployed_after_its_worker_died_holds_no_tensors(tmp_path: Path) -> None:
+    def write_source(manifest: object, entries: object, path: Path) -> None:
+        path.write_text("{}")
+
+    def sources() -> list[str]:
+        return [p.name for p in (tmp_path / "s").iterdir()]
+
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "0a.json").write_text("{}")
+    one = member(tmp_path, [])
+    assert sources() == [], "what an earlier run of this daemon left"
+    one._fetcher = cast(Any, SimpleNamespace(manifest=_manifest, ensure=_nothing))
+    one._store = SimpleNamespace(write_source=write_source)
+    cast(Any, one._supervisor).load = _loaded
+    one._ledger.put(agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0))
+    await one._load("d", plan(1), 0, [], asyncio.Queue(), None)
+    assert sources() == ["d.json"] and one.holds("d"), "it has no worker any more, and is wanted"
+    await one.remove("d")
+    assert sources() == [] and not one.holds("d")
 
 
 # -- the planner

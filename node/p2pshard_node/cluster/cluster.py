@@ -229,7 +229,7 @@ class Cluster:
     def _follow_up(self, row: pb.Deployment) -> None:
         """What every node does about a row: end workers of what is not wanted, fetch what requests need of what is."""
         unused = not row.wanted or self.member.left_out(row)
-        if unused and self._supervisor.worker(row.id) is not None:
+        if unused and self.member.holds(row.id):
             self._spawn(self.member.remove(row.id), "remove")
         if not row.wanted:
             return

@@ -92,7 +92,11 @@ class Member:
         """Of which epoch the worker of a deployment is."""
         self._loads: dict[str, pb.Progress] = {}
         """How far stages are that are on their way into memory, until they are committed or given up."""
+        self._sourced: set[str] = set()
+        """Deployments of which there is a source file."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in folder.glob("*.json"):  # its worker ended with the daemon that started it
+            left.unlink(missing_ok=True)
 
     # -- prepare
     async def prepare(self, request: pb.PrepareRequest) -> AsyncIterator[pb.PrepareProgress]:
@@ -199,6 +203,13 @@ class Member:
 
     def _release(self, deployment: str) -> None:
         self._source(deployment).unlink(missing_ok=True)
+        self._sourced.discard(deployment)
+
+    def holds(self, deployment: str) -> bool:
+        """Whether there is a worker here, or tensors that stay in the cache for one."""
+        if self._supervisor.worker(deployment) is not None:
+            return True
+        return deployment in self._sourced and deployment not in self._loading
 
     async def _fetch_and_load(
         self,
@@ -222,6 +233,7 @@ class Member:
             plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)
         )
         source = self._source(deployment)
+        self._sourced.add(deployment)
         await in_thread(self._store.write_source, manifest, entries, source)
         self._loaded_epochs[deployment] = plan.epoch
         worker, event = await self._supervisor.load(

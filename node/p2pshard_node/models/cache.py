@@ -197,6 +197,6 @@ class TensorCache:
                 return
         raise DoesNotFit(
             f"the tensor cache may have {self._limit} bytes; {total} would be needed for what is in use and "
-            f"{nbytes} more. Undeploy a model, or free room on the disk of --data-dir",
+            f"{nbytes} more. Undeploy a model, or start this node with a larger --tensor-cache",
             shortfall_bytes=total - self._limit,
         )

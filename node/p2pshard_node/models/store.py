@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from p2pshard.config import TENSOR_CACHE
 from p2pshard.errors import InvalidRequest, ModelCorrupt, ModelNotFound, P2PShardError, Refused
 from p2pshard.json_text import parse_json
 from p2pshard.models.catalogue import CATALOGUE
@@ -121,7 +122,7 @@ class _Indexed:
 class ModelStore:
     """Blocking and thread-safe; the daemon calls it in threads."""
 
-    def __init__(self, data_dir: Path, roots: Sequence[Path], *, cache_bytes: int = 64 * 2**30) -> None:
+    def __init__(self, data_dir: Path, roots: Sequence[Path], *, cache_bytes: int = TENSOR_CACHE) -> None:
         """
         Args:
             data_dir: the daemon's own folder.
