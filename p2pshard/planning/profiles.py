@@ -29,10 +29,6 @@ class NodeBudget:
     dtypes: tuple[str, ...] = ()
     """What its engine runs; empty: everything."""
 
-    def answers_to(self, name: str) -> bool:
-        """Whether a user who writes ``name`` means this node."""
-        return name in (self.node, self.name)
-
 
 @dataclass(frozen=True)
 class LinkProfile:

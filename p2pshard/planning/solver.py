@@ -8,7 +8,7 @@ order has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -117,10 +117,11 @@ def choose_candidates(
         raise InvalidRequest(
             f"{settings.nodes} nodes for {model.layers} layers; each needs at least one", field="nodes"
         )
-    excluded = {_member(nodes, name, "exclude").node for name in settings.exclude}
+    members = {n.node: n.name for n in nodes}
+    excluded = {member_called(members, name, "exclude") for name in settings.exclude}
     pins: list[tuple[str, int, int]] = []
     for pin in settings.layers:
-        node = _member(nodes, pin.node, "layers").node
+        node = member_called(members, pin.node, "layers")
         can = {dtype for n in nodes if n.node == node for dtype in n.dtypes}
         if can and model.dtype not in can:
             raise InvalidRequest(
@@ -151,16 +152,25 @@ def choose_candidates(
     return Cluster(chosen, pairs, tuple(pins), settings.nodes)
 
 
-def _member(nodes: Sequence[NodeBudget], name: str, field: str) -> NodeBudget:
-    found = {n.node: n for n in nodes if n.answers_to(name)}
+def member_called(members: Mapping[str, str], name: str, field: str) -> str:
+    """The id of the one member that a user means by an id or a name.
+
+    Args:
+        members: names by id.
+        field: the setting that names it.
+
+    Raises:
+        InvalidRequest: no member is called so, or several are.
+    """
+    found = [node for node, called in members.items() if name in (node, called)]
     if len(found) == 1:
-        return next(iter(found.values()))
+        return found[0]
     if found:
         raise InvalidRequest(
             f"{field}: {len(found)} members are called {name!r}; use an id: {', '.join(found)}", field=field
         )
-    members = ", ".join(dict.fromkeys(n.name for n in nodes)) or "none"
-    raise InvalidRequest(f"{field}: no member is called {name!r}; members are {members}", field=field)
+    names = ", ".join(dict.fromkeys(members.values())) or "none"
+    raise InvalidRequest(f"{field}: no member is called {name!r}; members are {names}", field=field)
 
 
 def least_context(model: ModelProfile, settings: Settings) -> int:

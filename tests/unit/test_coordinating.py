@@ -12,13 +12,15 @@ import pytest
 from p2pshard_node.cluster import agreement
 from p2pshard_node.cluster.cluster import _refusal
 from p2pshard_node.cluster.coordinator import Attempt, Coordinator
+from p2pshard_node.cluster.links import Links
 from p2pshard_node.cluster.member import Member, error_to_proto
-from p2pshard_node.cluster.planner import Patience
+from p2pshard_node.cluster.planner import Patience, Planner
 from p2pshard_node.cluster.state import Deployments, deployment_id
 
 from p2pshard.errors import DoesNotFit, NotReady, P2PShardError, StageLost, UnsupportedModel
 from p2pshard.models.manifest import Manifest
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import plan_pb2
 from tests.waiting import come_true
@@ -262,6 +264,19 @@ def test_what_is_missing_is_waited_for_once() -> None:
     assert patience.left({"b", "c"}, 501.0), "a newcomer has its own time"
     assert not patience.left(set(), 502.0)
     assert patience.left({"b"}, 503.0), "it had come, and is missing anew"
+
+
+async def test_a_member_that_is_left_out_is_not_waited_for(tmp_path: Path) -> None:
+    me = pb.NodeInfo(id=ME, name="ann", devices=[pb.DeviceProfile(device="cpu", budget_bytes=100)])
+    bob = pb.NodeInfo(id="b", name="bob")
+    peers: Any = SimpleNamespace(
+        id=ME, alive=lambda: {ME, "b"}, links=Links(),
+        state=SimpleNamespace(me=me, members=lambda: [SimpleNamespace(info=bob)]),
+    )  # fmt: skip
+    planner = Planner(peers, Deployments(tmp_path / "deployments.json", ME), cast(Any, None))
+    async with asyncio.timeout(5):
+        nodes, settings = await planner._usable("d", Settings(exclude=("bob",)))
+    assert [n.node for n in nodes] == [ME] and settings == Settings()
 
 
 def test_a_row_without_an_error_is_refused_as_not_ready() -> None:

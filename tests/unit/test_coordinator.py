@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from p2pshard_node.cluster.leader import choose
-from p2pshard_node.cluster.planner import meant_now
+from p2pshard_node.cluster.planner import meant_now, usable_now
 from p2pshard_node.cluster.proposal import Proposal
 
-from p2pshard.errors import DoesNotFit, NodeUnreachable
+from p2pshard.errors import DoesNotFit, InvalidRequest, NodeUnreachable, NotReady
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.planning.settings import Pin, Settings
 
@@ -110,3 +110,15 @@ def test_an_excluded_node_that_has_left_is_no_fault_and_a_pinned_one_is_waited_f
     assert meant_now(pinned, {"b1", "bob"}) == pinned
     with pytest.raises(NodeUnreachable, match="layers 0-3 are pinned to node bob"):
         meant_now(pinned, {"a1", "ann"})
+
+
+def test_a_member_without_a_measure_may_be_left_out_by_name_and_is_waited_for_with_layers() -> None:
+    members = {"a1": "ann", "b1": "bob", "c1": "cid"}
+    settings = Settings(layers=(Pin("ann", 0, 3),), exclude=("b1", "cid"))
+    assert usable_now(settings, members, {"a1", "c1"}) == Settings(layers=settings.layers, exclude=("cid",))
+    with pytest.raises(NotReady, match="layers 0-3 are given to node ann, which has not measured"):
+        usable_now(settings, members, {"b1", "c1"})
+    with pytest.raises(InvalidRequest, match="no member is called 'eve'; members are ann, bob, cid"):
+        usable_now(Settings(exclude=("eve",)), members, {"a1"})
+    with pytest.raises(InvalidRequest, match="2 members are called 'ann'; use an id: a1, a2"):
+        usable_now(settings, {**members, "a2": "ann"}, {"a1"})

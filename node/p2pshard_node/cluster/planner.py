@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.planner import plan_model, plan_reply
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
 from p2pshard.planning.settings import Settings
+from p2pshard.planning.solver import member_called
 from p2pshard.transport.generated import control_pb2 as pb
 
 from .fetch import Fetcher
 from .peers import Peers
 from .state import Deployments, deployment_id
 
-__all__ = ["Patience", "Planner", "meant_now"]
+__all__ = ["Patience", "Planner", "meant_now", "usable_now"]
 
 MEASURE_S = 20.0
 """So long plans wait for a member that has not measured itself yet, counted from the first that did; later ones go on
@@ -51,37 +52,47 @@ class Planner:
 
     async def for_row(self, row: pb.Deployment, epoch: Epoch) -> Plan:
         """A plan for a deployment as it is wanted. Raises `DoesNotFit`, `NodeUnreachable`, or what is wrong with the model."""
-        members = (self._peers.state.me, *(p.info for p in self._peers.state.members()))
-        settings = meant_now(
-            Settings.from_json(row.settings_json), {n for info in members for n in (info.id, info.name)}
-        )
+        members = self._members()
+        settings = meant_now(Settings.from_json(row.settings_json), {*members, *members.values()})
         return await self.plan(row.model, row.manifest, settings, epoch, sorted(self._peers.member_ids()))
 
     async def plan(
         self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]
     ) -> Plan:
-        """Raises `DoesNotFit`, `InvalidRequest`, or what is wrong with the model."""
+        """Raises `DoesNotFit`, `InvalidRequest`, `NotReady`, or what is wrong with the model."""
         found = await self._fetcher.manifest(manifest, holders)
-        nodes = await self._measured(deployment_id(manifest))
-        return await asyncio.to_thread(plan_model, nodes, found, name, self.links(), settings, epoch)
+        nodes, usable = await self._usable(deployment_id(manifest), settings)
+        return await asyncio.to_thread(plan_model, nodes, found, name, self.links(), usable, epoch)
 
     async def dry_run(
         self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]
     ) -> dict[str, Any]:
         """``{fits, plan, shortfall_bytes, suggestions, terms, message}``."""
         found = await self._fetcher.manifest(manifest, holders)
-        nodes = await self._measured(deployment_id(manifest))
-        reply = await asyncio.to_thread(plan_reply, nodes, found, name, self.links(), settings, epoch)
+        nodes, usable = await self._usable(deployment_id(manifest), settings)
+        reply = await asyncio.to_thread(plan_reply, nodes, found, name, self.links(), usable, epoch)
         if reply["plan"] is not None:
             reply["terms"] = _terms(Plan.from_json(reply["plan"]))
         return reply
 
-    async def _measured(self, deployment: str) -> list[NodeBudget]:
-        """Budgets, once all members that answer have measured themselves (one that has just started still is at it)."""
+    def _members(self) -> dict[str, str]:
+        """Names of all members by id, whether they answer or not."""
+        return {i.id: i.name for i in (self._peers.state.me, *(p.info for p in self._peers.state.members()))}
+
+    async def _usable(self, deployment: str, settings: Settings) -> tuple[list[NodeBudget], Settings]:
+        """Budgets, and the settings that are left to say of the nodes that have one."""
+        members = self._members()
+        without = {member_called(members, name, "exclude") for name in settings.exclude}
+        nodes = await self._measured(deployment, without)
+        return nodes, usable_now(settings, self._members() | members, {n.node for n in nodes})
+
+    async def _measured(self, deployment: str, without: Set[str]) -> list[NodeBudget]:
+        """Budgets, once all members that answer have measured themselves (one that has just started still is at it),
+        but for those that are to be left out."""
         started = time.monotonic()
         while True:
             nodes = self.nodes(deployment)
-            missing = self._peers.alive() - {n.node for n in nodes} | self._unlinked(nodes)
+            missing = (self._peers.alive() - {n.node for n in nodes} | self._unlinked(nodes)) - without
             starts = {
                 i.id: i.nonce for i in (self._peers.state.me, *(p.info for p in self._peers.state.members()))
             }
@@ -165,6 +176,32 @@ def meant_now(settings: Settings, present: Collection[str]) -> Settings:
                 tried=[pin.node],
             )
     return replace(settings, exclude=tuple(n for n in settings.exclude if n in present))
+
+
+def usable_now(settings: Settings, members: Mapping[str, str], measured: Collection[str]) -> Settings:
+    """Settings that name only nodes which the planner can use now.
+
+    A member that is to be left out and has no budget (it has not measured itself, or does not answer just now) is left
+    out as it is.
+
+    Args:
+        members: names of all members by id.
+        measured: ids of those with a budget.
+
+    Raises:
+        InvalidRequest: no member, or several, are called what the settings name.
+        NotReady: layers are given to a member without a budget.
+    """
+    for pin in settings.layers:
+        if member_called(members, pin.node, "layers") not in measured:
+            raise NotReady(
+                f"layers {pin.first}-{pin.last} are given to node {pin.node}, which has not measured its memory yet, or "
+                "does not answer just now; try again shortly, or give them to another node",
+                state="planning",
+                reason=f"node {pin.node} has no measure",
+            )
+    left = [n for n in settings.exclude if member_called(members, n, "exclude") in measured]
+    return replace(settings, exclude=tuple(left))
 
 
 def _terms(plan: Plan) -> list[dict[str, Any]]:
