@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from p2pshard.errors import Conflict
-
 from . import platform
+from .json_files import JsonFiles, read_json, write_json
 
-__all__ = ["Identity", "read_json", "write_json"]
+__all__ = ["Identity"]
 
 _ID = re.compile(r"[0-9a-f]{16}")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace the file in one step and have it on the disk before returning."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "w", encoding="utf-8") as out:
-        json.dump(value, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
-    platform.sync_directory(path.parent)
-
-
-def read_json(path: Path) -> Any | None:
-    """The file's value; None if there is no such file. Raises `Conflict` when it is damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise Conflict(f"{path} is damaged ({error}); move it away and start again") from error
 
 
 @dataclass
@@ -51,6 +27,7 @@ class Identity:
     """Random at each start: tells a copy of the data directory from the original."""
     data_dir: Path
     _lock: IO[str]
+    _files: JsonFiles = field(default_factory=JsonFiles)
 
     @classmethod
     def open(cls, data_dir: Path) -> Identity:
@@ -65,21 +42,29 @@ class Identity:
             identity = cls(
                 node_id, int(stored.get("incarnation", 0)) + 1, secrets.token_hex(8), data_dir, lock
             )
-            identity._persist()
+            write_json(identity._path, identity._stored())
         except BaseException:
             lock.close()
             raise
         return identity
 
     def exceed(self, highest: int) -> None:
-        """Move the incarnation past the highest that a peer has seen (a data directory restored from a backup)."""
+        """Move the incarnation past the highest that a peer has seen (a data directory restored from a backup).
+
+        It is written soon: if that is lost, the next start is told the same again.
+        """
         if highest >= self.incarnation:
             self.incarnation = highest + 1
-            self._persist()
+            self._files.put(self._path, self._stored())
 
-    def _persist(self) -> None:
-        write_json(self.data_dir / "identity.json", {"id": self.id, "incarnation": self.incarnation})
+    @property
+    def _path(self) -> Path:
+        return self.data_dir / "identity.json"
+
+    def _stored(self) -> dict[str, Any]:
+        return {"id": self.id, "incarnation": self.incarnation}
 
     def close(self) -> None:
         """Give the data directory free."""
+        self._files.flush()
         self._lock.close()

@@ -24,7 +24,7 @@ from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, from_
 from p2pshard.version import __version__
 
 from . import platform
-from .identity import read_json, write_json
+from .json_files import read_json, write_json
 from .rounds import Rounds
 from .worker.protocol import ControlChannel
 

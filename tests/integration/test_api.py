@@ -253,16 +253,44 @@ MESSAGES_REFUSED: list[Any] = [
     ({"role": "king", "content": "x"}, "messages[0].role"),
     ({"role": "user"}, "messages[0].content"),
     ({"role": "user", "content": "x", "more": 1}, "messages[0].more"),
+    ({"role": "tool", "content": "x"}, "messages[0].role"),
+    ({"role": "user", "content": [1.5] * 100_000}, "messages[0].content"),
 ]
 
 
 async def test_messages_that_a_text_model_cannot_take(api: Api) -> None:
     for message, param in MESSAGES_REFUSED:
         reply = await post(api, messages=[message])
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+        assert reply.status_code == 400 and reply.json()["error"]["param"].startswith(param)
 
 
-COMPLETIONS_REFUSED: list[Any] = [("echo", True), ("best_of", 2), ("suffix", "x"), ("prompt", ["a", "b"])]
+async def test_a_developers_message_is_a_systems(api: Api) -> None:
+    said = {}
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "be brief"}, {"role": "user", "content": "x"}]
+        assert (await post(api, messages=messages, max_tokens=1)).status_code == 200
+        said[role] = list(api.driver.submits[-1].prompt_ids)
+    assert said["system"] == said["developer"]
+
+
+async def test_a_large_body_that_is_wrong_costs_next_to_nothing(api: Api) -> None:
+    """Not an error for each of its items, and three forms tried for each."""
+    for field, path in (("prompt", "/v1/completions"), ("messages", "/v1/chat/completions")):
+        began = time.monotonic()
+        reply = await post(api, path, **{field: [1.5] * 400_000})
+        assert reply.status_code == 400 and reply.json()["error"]["param"].startswith(field)
+        assert time.monotonic() - began < 1.0
+
+
+COMPLETIONS_REFUSED: list[Any] = [
+    ("echo", True),
+    ("best_of", 2),
+    ("suffix", "x"),
+    ("prompt", ["a", "b"]),
+    ("prompt", [1, True]),
+    ("prompt", [[1], [2]]),
+    ("prompt", {}),
+]
 
 
 async def test_completions_refuse_by_name(api: Api) -> None:

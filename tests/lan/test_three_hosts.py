@@ -110,13 +110,13 @@ def test_all_see_three_members_within_five_seconds_of_the_last_start(lab: Lab) -
 
 @pytest.mark.model
 def test_a_model_that_no_host_can_hold_is_answered_by_three(lab: Lab, qwen: Path) -> None:
-    cap, budget = 1700 * MB, 1_300_000_000
-    a, b, _ = start_three(lab, "--memory", "1300MB", memory=cap)
+    cap, budget = 1600 * MB, 1_200_000_000
+    a, b, _ = start_three(lab, "--memory", "1200MB", memory=cap)
     path = put(a, qwen)
     refused = a.cli("plan", path, "--nodes", "1", "--context", "2048", "--json", check=False)
     assert refused.returncode == 3, refused.stdout + refused.stderr
     assert json.loads(refused.stdout)["shortfall_bytes"] > 0
-    a.cli("deploy", path, "--context", "2048", timeout=400)
+    a.cli("deploy", path, "--context", "2048", "--nodes", "3", timeout=400)
     answer = b.json(
         "run", qwen.stem, "Write a Python function that adds two numbers.", "--max-tokens", "40", timeout=400
     )

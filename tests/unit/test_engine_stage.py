@@ -318,6 +318,16 @@ def test_int8_linear_is_its_formula_bit_for_bit(rows: int, columns: int, two_row
     assert layer.nbytes == rows * columns + rows * 4
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_int8_refuses_weights_that_are_not_finite_by_name(bad: float, tmp_path: Path) -> None:
+    model = reference(LLAMA)
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight[5, 7] = bad
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelCorrupt, match=r"layers\.3\.mlp\.down_proj\.weight: a weight is not finite"):
+        load(DirectoryWeights(tmp_path), LLAMA, (0, 5), 6, dtype="int8")
+
+
 def test_int8_linear_is_made_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(201, 130, generator=torch.Generator().manual_seed(0))
     whole = Int8Linear(lambda a, b: weight[a:b], 201, 130, None)

@@ -328,8 +328,14 @@ print(model.kernels, model.numerics, model.fingerprint, hashlib.sha256(logits.to
 def test_the_same_bits_on_older_processors(dtype: str) -> None:
     """Compiled for other instruction sets, 128 to 512 bits wide, with and without a dot product instruction."""
     results = {}
-    for target in ("", "nehalem", "haswell", "skylake-avx512"):
-        environment = {**os.environ, "NUMBA_CPU_NAME": target} if target else dict(os.environ)
+    for target, flags in (
+        ("", ""),
+        ("nehalem", "+sse4.2,+ssse3"),
+        ("haswell", "+avx2,+f16c,+fma"),
+        ("skylake-avx512", "+avx2,+f16c,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq"),
+    ):
+        held = {"NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": flags} if target else {}
+        environment = {**os.environ, **held}
         done = subprocess.run(
             [sys.executable, "-c", CHILD, dtype],
             env=environment,

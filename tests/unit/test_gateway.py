@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import pytest
 from p2pshard_node.gateway.gateway import Gateway, Limits
+from p2pshard_node.gateway.running import Running
 
 from p2pshard.errors import (
     Cancelled,
     Conflict,
     ContextExceeded,
     DeadlineExceeded,
+    Internal,
     InvalidRequest,
     ModelNotFound,
     NotReady,
@@ -369,6 +371,24 @@ async def test_lost_tokens_end_the_request(bench: Bench) -> None:
     bench.driver.skip_at = 2
     with pytest.raises(ProtocolError, match="token 3 came where 2 was due"):
         await collect(bench.gateway, ask())
+
+
+async def test_an_error_in_the_text_of_one_request_ends_that_one_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Running.take
+
+    def take(self: Running, news: generate_pb2.News) -> None:
+        if self.prompt_ids == [*b"bad"]:
+            raise IndexError("of a decoder nobody knows")
+        plain(self, news)
+
+    monkeypatch.setattr(Running, "take", take)
+    async with asyncio.timeout(10):
+        with pytest.raises(Internal, match="of a decoder nobody knows"):
+            await collect(bench.gateway, ask("bad"))
+        assert (await collect(bench.gateway, ask("hi"))).text == "cdefg"
+    assert bench.gateway.ps() == []
 
 
 async def test_logprobs_come_with_their_tokens(bench: Bench) -> None:

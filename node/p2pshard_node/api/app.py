@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -117,7 +118,7 @@ async def _answer(
 def _error(error: P2PShardError) -> Response:
     headers = {}
     if (after := error.details.get("retry_after_s")) is not None:
-        headers["retry-after"] = str(after)
+        headers["retry-after"] = str(math.ceil(after))
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
 

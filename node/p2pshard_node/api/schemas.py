@@ -76,7 +76,7 @@ class TextPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def text(self) -> str:
         """The parts are joined as they stand."""
@@ -87,7 +87,7 @@ class _Common(_Strict):
     model: str = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -133,7 +133,7 @@ class _Common(_Strict):
 class ChatBody(_Common):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -152,32 +152,38 @@ class ChatBody(_Common):
         )
         request.chat.SetInParent()
         for message in self.messages:
-            request.chat.messages.add(role=message.role, content=message.text())
+            role = "system" if message.role == "developer" else message.role  # its newer name
+            request.chat.messages.add(role=role, content=message.text())
         return request
 
 
 class CompletionBody(_Common):
     """POST /v1/completions. One prompt: text, or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Any
+    """Text, token ids, or a list of one of these; checked by hand, for a list of a million may come."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def to_request(self) -> generate_pb2.GenerateRequest:
         prompt = self.prompt
-        if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int)):
+        if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list)):
             if len(prompt) != 1:
                 raise unsupported("prompt", f"has {len(prompt)} prompts; send one a request")
-            prompt = prompt[0]  # type: ignore[assignment]
+            prompt = prompt[0]
         request = self._request(
             -1 if self.logprobs is None else self.logprobs, self.max_tokens or COMPLETION_MAX_TOKENS
         )
         if isinstance(prompt, str):
             request.prompt = prompt
-        else:
-            if any(not 0 <= i < 2**32 for i in prompt):  # type: ignore[operator]
-                raise InvalidRequest("prompt has a token id outside 0 to 2^32-1", field="prompt")
+        elif isinstance(prompt, list):
+            if any(type(i) is not int or not 0 <= i < 2**32 for i in prompt):
+                raise InvalidRequest(
+                    "prompt has a token id that is no integer from 0 to 2^32-1", field="prompt"
+                )
             request.prompt_ids.SetInParent()
-            request.prompt_ids.ids.extend(prompt)  # type: ignore[arg-type]
+            request.prompt_ids.ids.extend(prompt)
+        else:
+            raise InvalidRequest("prompt is neither text nor a list of token ids", field="prompt")
         return request
 
 
@@ -222,6 +228,8 @@ def _known(body: Any) -> dict[str, Any]:
 def _check_message(message: dict[str, Any], index: int) -> None:
     """Name what a message has that a text model cannot take."""
     where = f"messages[{index}]"
+    if message.get("role") in ("tool", "function"):
+        raise unsupported(f"{where}.role", "is of a tool; this server calls none")
     for name in ("tool_calls", "function_call", "tool_call_id", "audio", "refusal", "name"):
         if message.get(name) not in (None, []):
             raise unsupported(f"{where}.{name}", "is not supported by this server")

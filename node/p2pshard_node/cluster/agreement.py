@@ -3,7 +3,7 @@
 Pure functions over a frozen `Record` per deployment; `Ledger` keeps the records on disk. The rules:
 
 - PREPARE(e, digest) is refused unless e is above everything promised; the promise is on the disk before
-  anything is loaded.
+  anything is loaded or answered.
 - COMMIT(e, digest) is accepted only for what is promised and loaded here, once or as often as it is sent.
 - A promise never goes down. What was prepared and never committed ends by ABORT or with its lease, which
   runs only while its proposer is no member.
@@ -25,7 +25,7 @@ from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import plan_pb2
 
-from ..identity import read_json, write_json
+from ..json_files import JsonFiles, read_json
 
 __all__ = [
     "LEASE_S",
@@ -205,10 +205,12 @@ def checked_name(deployment: str) -> str:
 
 @dataclass
 class Ledger:
-    """The records of one node; `put` returns when a change of the promise is on the disk."""
+    """The records of one node. `put` binds at once; what it changed of a promise is on the disk when `saved` returns,
+    and nobody is told of it before."""
 
     folder: Path
     records: dict[str, Record] = field(default_factory=dict)
+    _files: JsonFiles = field(default_factory=JsonFiles, repr=False)
 
     MAX_RECORDS = 4096
 
@@ -229,14 +231,22 @@ class Ledger:
         return self.records.get(checked_name(deployment)) or Record(deployment)
 
     def put(self, record: Record) -> Record:
-        """Keep the record; on the disk if what must survive a restart has changed."""
+        """Keep the record, and have it written if what must survive a restart has changed."""
         before = self.get(record.deployment)
         if record.deployment not in self.records and len(self.records) >= self.MAX_RECORDS:
             raise Conflict(f"{self.MAX_RECORDS} deployments are on record here; that is the most")
         if _to_json(before) != _to_json(record):
-            write_json(self.folder / f"{record.deployment}.json", _to_json(record))
+            self._files.put(self.folder / f"{record.deployment}.json", _to_json(record))
         self.records[record.deployment] = record
         return record
+
+    async def saved(self) -> None:
+        """Return once all promises are on the disk. Raises `Internal` when they cannot be written."""
+        await self._files.saved()
+
+    def flush(self) -> None:
+        """As `saved`, for a thread that may wait; trouble is only logged."""
+        self._files.flush()
 
 
 def _to_json(record: Record) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from p2pshard.transport.generated import control_pb2_grpc as rpc
 from ..identity import Identity
 from ..rounds import Rounds
 from ..supervisor import Supervisor
+from ..threads import in_thread
 from . import leader
 from .agreement import Ledger
 from .coordinator import Coordinator
@@ -82,6 +83,7 @@ class Cluster:
         self._pulling: set[str] = set()
         self._texts: dict[str, asyncio.Task[None]] = {}
         self._holders: dict[str, list[str]] = {}
+        self._ledger = Ledger.open(folder / "epochs")
         self.table = Deployments(folder / "deployments.json", identity.id)
         self.peers = Peers(me, identity.exceed, credentials, self)
         self.fetcher = Fetcher(store, self.peers)
@@ -89,7 +91,7 @@ class Cluster:
         self.planner = Planner(self.peers, self.table, self.fetcher)
         self.member = Member(
             self.peers,
-            Ledger.open(folder / "epochs"),
+            self._ledger,
             supervisor,
             self.fetcher,
             store,
@@ -125,6 +127,8 @@ class Cluster:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.fetcher.close()
         await self.peers.stop()
+        await in_thread(self.table.flush)
+        await in_thread(self._ledger.flush)
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -658,6 +662,7 @@ class Cluster:
             self._publish(row)
             kept = self.table.get(key)
             assert kept is not None, "just written"
+            await self.table.saved()
             return pb.WantReply(deployment=kept)
         except P2PShardError as error:
             return pb.WantReply(error=error_to_proto(error))
@@ -683,6 +688,7 @@ class Cluster:
         del row.endpoints[:]
         self._publish(row)
         await self.member.remove(row.id)
+        await self.table.saved()
 
 
 def _refusal(row: pb.Deployment) -> P2PShardError:

@@ -185,6 +185,7 @@ class Member:
         if earlier is not None:
             earlier.cancel()
             await asyncio.gather(earlier, return_exceptions=True)
+        await self._ledger.saved()
         await self._supervisor.stop(deployment)
         stage = plan.stages[index]
         self._check_budget(deployment, stage)
@@ -310,6 +311,8 @@ class Member:
                 self._supervisor.activate(request.deployment, message)
             elif self._ready.get(request.deployment) == epoch:
                 self._send(request.deployment, "ready")
+            # After the worker has its order, which a caller that gives up now does not take back.
+            await self._ledger.saved()
         except P2PShardError as error:
             return pb.CommitReply(accepted=False, error=error_to_proto(error))
         return pb.CommitReply(accepted=True)

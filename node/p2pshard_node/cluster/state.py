@@ -14,7 +14,7 @@ from p2pshard.planning.plan import Plan
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
 
-from ..identity import read_json, write_json
+from ..json_files import JsonFiles, read_json
 from .agreement import checked_name
 
 __all__ = ["STATES", "Deployments", "deployment_id", "settings_satisfied"]
@@ -49,7 +49,7 @@ class Deployments:
     """The table. Every change has a higher version; what is wanted survives a restart of all nodes."""
 
     def __init__(self, path: Path, me: str) -> None:
-        self._path, self._me = path, me
+        self._path, self._me, self._files = path, me, JsonFiles()
         self._rows: dict[str, pb.Deployment] = {}
         for value in read_json(path) or []:
             row = json_format.ParseDict(value, pb.Deployment(), ignore_unknown_fields=True)
@@ -118,8 +118,16 @@ class Deployments:
         self._persist()
         return kept
 
+    async def saved(self) -> None:
+        """Return once all changes are on the disk. Raises `Internal` when they cannot be written."""
+        await self._files.saved()
+
+    def flush(self) -> None:
+        """As `saved`, for a thread that may wait; trouble is only logged."""
+        self._files.flush()
+
     def _persist(self) -> None:
-        write_json(self._path, [json_format.MessageToDict(r) for r in self.all()])
+        self._files.put(self._path, [json_format.MessageToDict(r) for r in self.all()])
 
 
 def _check(row: pb.Deployment) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba
 import platformdirs
 from numba import types
 from numba.core import config
+from numba.core.registry import cpu_target
 
 from p2pshard.models import groups
 
@@ -28,9 +28,7 @@ __all__ = ["FOLDER", "kernel", "native"]
 
 def _processor() -> str:
     """Name and features of the instruction set that numba compiles for."""
-    if config.CPU_NAME:
-        return f"{config.CPU_NAME} {config.CPU_FEATURES or ''}"
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+    return repr(cpu_target.target_context.codegen().magic_tuple())
 
 
 def _folder() -> Path:
@@ -40,6 +38,7 @@ def _folder() -> Path:
         *sorted(here.glob("fused/*.py")),
         *sorted(here.glob("groups/*.py")),
         Path(str(groups.__file__)),
+        Path(__file__),
     ):
         digest.update(path.read_bytes())
     versions = (numba.__version__, llvmlite.__version__, platform.python_version(), _processor())

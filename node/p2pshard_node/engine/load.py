@@ -218,7 +218,10 @@ class _Loader:
             read = partial(rows, dtype=torch.float32)
             # an embedding's table may become the head's
             two_rows = takes_two_rows("lm_head" if embeds else path)
-            linear = Int8Linear(read, shape[0], shape[1], bias, two_rows=two_rows)
+            try:
+                linear = Int8Linear(read, shape[0], shape[1], bias, two_rows=two_rows)
+            except ValueError as error:
+                raise ModelCorrupt(f"tensor {source or target}: {error}") from error
             made = QuantEmbedding(owner, linear, shape[1]) if embeds else linear
         self._replace(path, made)
 

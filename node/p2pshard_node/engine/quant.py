@@ -39,8 +39,11 @@ def takes_two_rows(name: str) -> bool:
 
 
 def quantise_rows(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 rows → (int8 rows, float32 scale of each); the largest value of a row becomes 127."""
+    """float32 rows → (int8 rows, float32 scale of each); the largest value of a row becomes 127. Raises `ValueError`
+    for what is not finite."""
     scale_N = weight_NK.abs().amax(dim=1) / 127
+    if not bool(torch.isfinite(scale_N).all()):
+        raise ValueError("a weight is not finite")
     scale_N = torch.where(scale_N > 0, scale_N, torch.ones_like(scale_N))
     return torch.round(weight_NK / scale_N.unsqueeze(1)).to(torch.int8), scale_N
 

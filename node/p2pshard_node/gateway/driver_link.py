@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from p2pshard.errors import Conflict, P2PShardError, ProtocolError, StageLost, from_wire
+from p2pshard.errors import Conflict, Internal, P2PShardError, ProtocolError, StageLost, from_wire
 from p2pshard.json_text import parse_json
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.channels import EOF, raw_stream
@@ -173,6 +173,10 @@ class DriverLink:
             return
         except grpc.aio.AioRpcError as error:
             failure = error
+        except Exception as error:  # whatever it is, who waits for this stream has to hear of it
+            log.exception("the stream of the driver at %s", self.target)
+            self.lose(Internal(f"reading the driver's stream failed: {type(error).__name__}: {error}"))
+            return
         self.lose(await self._failure(failure))
 
     async def _write(self) -> None:

@@ -38,6 +38,7 @@ from p2pshard.speculation import check_draft
 from p2pshard.transport.channels import make_channel
 from p2pshard.transport.generated import control_pb2, generate_pb2
 
+from ..rounds import Rounds
 from .driver_link import DriverLink, error_from_proto
 from .requests import Outcome, RequestTable
 from .running import Running
@@ -265,6 +266,9 @@ class Gateway:
             running.fail(error)  # says which layers are missing
         except P2PShardError as later:
             running.fail(later)
+        except Exception as later:
+            log.exception("request %s was not carried on", running.id)
+            running.fail(Internal(f"it could not be carried on: {type(later).__name__}: {later}"))
 
     async def _ready(self, model: str) -> control_pb2.Deployment:
         deployment = self._view.find(model)
@@ -400,8 +404,11 @@ class Gateway:
         if news.tokens:
             try:
                 running.take(news)
-            except (ProtocolError, Overloaded) as error:
+            except P2PShardError as error:
                 self._fail(running, error)
+            except Exception as error:  # of this request alone: the stream carries others too
+                log.exception("tokens of request %s", running.id)
+                self._fail(running, Internal(f"its text could not be made: {type(error).__name__}: {error}"))
         end = news.WhichOneof("end")
         if end == "failed":
             failure = error_from_proto(news.failed)
@@ -450,13 +457,12 @@ class Gateway:
 
     async def _watch(self) -> None:
         """Keep ending what has to end without anybody's message."""
+        rounds = Rounds("the gateway's watch", log)
         while True:
             await asyncio.sleep(_WATCH_S)
-            try:
+            with rounds.one():
                 self._drop_unread()
                 self._check_links()
-            except P2PShardError as error:
-                log.warning("the gateway's watch: %s", error)
 
     def _drop_unread(self) -> None:
         """Requests whose client has read nothing for too long."""
@@ -475,6 +481,8 @@ class Gateway:
         current = {(d.id, d.plan.epoch.n, d.plan.epoch.proposer) for d in self._view.deployments()}
         for key, task in list(self._links.items()):
             if not _succeeded(task):
+                if task.done():
+                    del self._links[key]
                 continue
             link = task.result()
             if link.plan.stages[0].node not in members:

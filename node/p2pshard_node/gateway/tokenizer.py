@@ -9,7 +9,7 @@ from functools import lru_cache
 from p2pshard.errors import ModelCorrupt, UnsupportedModel
 from p2pshard.models.manifest import Manifest
 
-from ..models.tokenizer_json import load_tokenizer
+from ..models.tokenizer_json import load_tokenizer, panics_as_errors
 from .detokenise import Detokeniser
 from .view import TextStore
 
@@ -33,7 +33,8 @@ class TextModel:
 
     def __init__(self, manifest: Manifest, tokenizer_json: bytes) -> None:
         """Raises `ModelCorrupt` when the bytes are no tokenizer."""
-        self._tokenizer = load_tokenizer(tokenizer_json, f"tokenizer.json of manifest {manifest.digest[:12]}")
+        self._where = f"tokenizer.json of manifest {manifest.digest[:12]}"
+        self._tokenizer = load_tokenizer(tokenizer_json, self._where)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.manifest = manifest.digest
@@ -58,15 +59,18 @@ class TextModel:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with BOS where the model has one."""
-        return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=self._post_process).ids]
+        with panics_as_errors(self._where):
+            return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=self._post_process).ids]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered chat template: it has written its own special tokens, none is added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        with panics_as_errors(self._where):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with panics_as_errors(self._where):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def detokeniser(self) -> Detokeniser:
         return Detokeniser(self.decode, self.special_ids)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pshard.errors import ModelCorrupt
+from p2pshard_node.platform import sync_directory
 
 __all__ = ["Signature", "make_private_dir", "write_private"]
 
@@ -52,6 +53,7 @@ def write_private(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
+        sync_directory(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

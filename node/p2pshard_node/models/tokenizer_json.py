@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tokenizers import Tokenizer
 
 from p2pshard.errors import ModelCorrupt
 
-__all__ = ["load_tokenizer"]
+__all__ = ["load_tokenizer", "panics_as_errors"]
 
 _MAX_BYTES = 256 * 2**20
 
@@ -19,10 +22,20 @@ def load_tokenizer(data: bytes, where: str) -> Tokenizer:
     """
     if len(data) > _MAX_BYTES:
         raise ModelCorrupt(f"{where}: {len(data)} bytes; a tokenizer has up to {_MAX_BYTES}")
+    with panics_as_errors(where):
+        try:
+            return Tokenizer.from_buffer(data)
+        except Exception as error:  # nothing more precise is raised
+            raise ModelCorrupt(f"{where}: not a tokenizer: {error}") from error
+
+
+@contextmanager
+def panics_as_errors(where: str) -> Iterator[None]:
+    """Around any call of a tokenizer: a panic becomes `ModelCorrupt`."""
     try:
-        return Tokenizer.from_buffer(data)
-    except Exception as error:  # nothing more precise is raised
-        raise ModelCorrupt(f"{where}: not a tokenizer: {error}") from error
+        yield
+    except Exception:
+        raise
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise

@@ -99,14 +99,17 @@ class WorkerProcess:
     async def _obey(self, message: dict[str, Any]) -> None:
         match message.get("op"):
             case "probe":
-                devices = await asyncio.get_running_loop().run_in_executor(self._thread, probe.measure)
-                self._channel.send({"ev": "probed", "devices": devices})
+                await self._answer(self._probe())
             case "load":
                 await self._answer(self._load(message))
             case "activate":
                 await self._answer(self._activate(message))
             case other:
                 self._refuse(ProtocolError(f"unknown control message {other!r}"))
+
+    async def _probe(self) -> None:
+        devices = await asyncio.get_running_loop().run_in_executor(self._thread, probe.measure)
+        self._channel.send({"ev": "probed", "devices": devices})
 
     async def _answer(self, work: Any) -> None:
         try:
@@ -116,11 +119,7 @@ class WorkerProcess:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             log.exception("control message")
             self._refuse(ProtocolError(f"malformed control message: {error!r}"))
-        except (
-            OSError,
-            MemoryError,
-            RuntimeError,
-        ) as error:  # RuntimeError: torch's, out of memory among them
+        except Exception as error:  # torch's and the model's own code may raise anything
             log.exception("control message")
             self._refuse(Internal(f"{type(error).__name__}: {error}"))
 

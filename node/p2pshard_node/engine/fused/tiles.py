@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import config
 from numba.extending import intrinsic
 
 from p2pshard_node.engine.fused.vectors import I8, I16, I32, I64, INTS, LANES, spread
+from p2pshard_node.engine.groups.features import target_features
 
 __all__ = ["PANEL", "has_dot_instruction", "tile1", "tile2", "tile4"]
 
@@ -25,9 +24,7 @@ _DOT = "llvm.x86.avx512.vpdpbusd.512"
 
 def has_dot_instruction() -> bool:
     """Whether numba's target has AVX512-VNNI."""
-    if config.CPU_NAME:
-        return "+avx512vnni" in (config.CPU_FEATURES or "")
-    return bool(llvm.get_host_cpu_features().get("avx512vnni"))
+    return target_features().dot == "vnni512"
 
 
 def _dot(builder: Any, so_far: Any, weight: Any, value: Any) -> Any:
