@@ -104,6 +104,7 @@ def test_promises_survive_a_restart_and_loads_do_not(tmp_path: Path) -> None:
     record = ledger.put(agreement.loaded(promised(ledger.get(DEPLOYMENT), 4), Epoch(4, "a"), 0.0))
     assert record.plan is not None
     ledger.put(agreement.commit(record, Epoch(4, "a"), record.plan.digest())[0])
+    ledger.flush()
     after = Ledger.open(tmp_path / "epochs").get(DEPLOYMENT)
     assert (after.promised, after.active, after.prepared) == (Epoch(4, "a"), Epoch(4, "a"), False)
     with pytest.raises(Conflict):

@@ -255,6 +255,39 @@ async def test_what_is_undeployed_after_its_worker_died_holds_no_tensors(tmp_pat
     assert sources() == [] and not one.holds("d")
 
 
+async def test_nothing_is_loaded_and_no_commit_answered_on_a_promise_that_is_not_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = member(tmp_path, [])
+    go, done = asyncio.Event(), []
+    monkeypatch.setattr(one._ledger, "saved", go.wait)
+
+    async def fetch(*_: object) -> pb.StageEndpoint:
+        done.append("loads")
+        return pb.StageEndpoint()
+
+    monkeypatch.setattr(one, "_fetch_and_load", fetch)
+    monkeypatch.setattr(one, "_activation", lambda *_: {})
+    cast(Any, one._supervisor).activate = lambda *_: done.append("serves")
+    loading = asyncio.create_task(one._load("d", plan(1), 0, [], asyncio.Queue(), None))
+    await asyncio.sleep(0.05)
+    assert done == []
+    go.set()
+    await loading
+    record = agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0)
+    one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
+    go.clear()
+    epoch = plan_pb2.Epoch(n=1, proposer=ME)
+    request = pb.CommitRequest(deployment="d", epoch=epoch, digest=plan(1).digest())
+    given_up = asyncio.create_task(one.commit(request))
+    await asyncio.sleep(0.05)
+    assert not given_up.done() and done == ["loads", "serves"]
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    go.set()
+    assert (await one.commit(request)).accepted and done == ["loads", "serves"], "it serves, and only once"
+
+
 # -- the planner
 def test_what_is_missing_is_waited_for_once() -> None:
     patience = Patience(20.0)

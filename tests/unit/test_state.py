@@ -62,6 +62,7 @@ def test_a_tombstone_overtakes_what_an_absent_node_still_wants(tmp_path: Path) -
     absent, here = Deployments(tmp_path / "1.json", "a"), Deployments(tmp_path / "2.json", "b")
     here.merge([absent.write(row())])
     gone = here.write(row(state="removed", wanted=False))
+    absent.flush()
     absent = Deployments(tmp_path / "1.json", "a")
     assert absent.newer(here.versions()) == [gone.id]
     absent.merge(here.all())
@@ -73,6 +74,7 @@ def test_what_is_wanted_survives_a_restart_and_another_nodes_word_on_its_state_i
     ready = row(state="ready", version=7, writer="b")
     ready.endpoints.add(stage=0, node="b", port=7333)
     table.merge([ready])
+    table.flush()
     again = Deployments(path, "a")
     (found,) = again.all()
     assert found.wanted and found.state == "planning" and not found.endpoints

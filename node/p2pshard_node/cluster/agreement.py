@@ -3,7 +3,7 @@
 Pure functions over a frozen `Record` per deployment; `Ledger` keeps the records on disk. The rules:
 
 - PREPARE(e, digest) is refused unless e is above everything promised; the promise is on the disk before
-  anything is loaded or answered.
+  anything is loaded.
 - COMMIT(e, digest) is accepted only for what is promised and loaded here, once or as often as it is sent.
 - A promise never goes down. What was prepared and never committed ends by ABORT or with its lease, which
   runs only while its proposer is no member.
@@ -205,8 +205,8 @@ def checked_name(deployment: str) -> str:
 
 @dataclass
 class Ledger:
-    """The records of one node. `put` binds at once; what it changed of a promise is on the disk when `saved` returns,
-    and nobody is told of it before."""
+    """The records of one node. `put` binds at once; what it changed of a promise is on the disk when `saved` returns:
+    before that nothing is loaded for it, and no commit is answered."""
 
     folder: Path
     records: dict[str, Record] = field(default_factory=dict)

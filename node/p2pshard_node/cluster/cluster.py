@@ -662,7 +662,7 @@ class Cluster:
             self._publish(row)
             kept = self.table.get(key)
             assert kept is not None, "just written"
-            await self.table.saved()
+            await in_thread(self.table.flush)
             return pb.WantReply(deployment=kept)
         except P2PShardError as error:
             return pb.WantReply(error=error_to_proto(error))
@@ -688,7 +688,7 @@ class Cluster:
         del row.endpoints[:]
         self._publish(row)
         await self.member.remove(row.id)
-        await self.table.saved()
+        await in_thread(self.table.flush)
 
 
 def _refusal(row: pb.Deployment) -> P2PShardError:

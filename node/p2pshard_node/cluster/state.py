@@ -118,12 +118,9 @@ class Deployments:
         self._persist()
         return kept
 
-    async def saved(self) -> None:
-        """Return once all changes are on the disk. Raises `Internal` when they cannot be written."""
-        await self._files.saved()
-
     def flush(self) -> None:
-        """As `saved`, for a thread that may wait; trouble is only logged."""
+        """Return once all changes are on the disk, or cannot be written, which is logged: the cluster acts on them
+        either way. Blocks."""
         self._files.flush()
 
     def _persist(self) -> None:
