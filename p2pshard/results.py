@@ -173,7 +173,7 @@ class PlanResult:
                 shortfall_bytes=int(value.get("shortfall_bytes") or 0),
                 suggestions=tuple(str(s) for s in value.get("suggestions") or ()),
                 terms=tuple(dict(row) for row in value.get("terms") or ()),
-                reason=str(value.get("reason") or value.get("message") or ""),
+                reason=str(value.get("message") or ""),
                 json=value,
             ),
         )

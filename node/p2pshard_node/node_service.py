@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,9 +9,8 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
 
-import psutil
-
 from p2pshard.errors import Internal, P2PShardError, Refused
+from p2pshard.own_address import is_own_address
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
 from p2pshard.transport.grpc_errors import abort
 
@@ -31,29 +29,7 @@ def is_local(peer: str) -> bool:
         return True
     if kind not in ("ipv4", "ipv6"):
         return False
-    host = unquote(rest).rpartition(":")[0].strip("[]")
-    try:
-        address = _plain(host)
-    except ValueError:
-        return False
-    if address.is_loopback:
-        return True
-    own = (a.address for addresses in psutil.net_if_addrs().values() for a in addresses)
-    return any(address == o for text in own if (o := _address_or_none(text)) is not None)
-
-
-def _plain(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Without scope, and as IPv4 where it is one written as IPv6."""
-    address = ipaddress.ip_address(text.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return mapped or address
-
-
-def _address_or_none(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return _plain(text)
-    except ValueError:  # a MAC address
-        return None
+    return is_own_address(unquote(rest).rpartition(":")[0])
 
 
 @asynccontextmanager

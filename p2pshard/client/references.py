@@ -7,6 +7,7 @@ from pathlib import Path
 
 from p2pshard.errors import InvalidRequest, ModelNotFound
 from p2pshard.models.reference import parse_reference
+from p2pshard.own_address import is_own_address
 
 __all__ = ["is_this_machine", "resolve_reference"]
 
@@ -18,18 +19,8 @@ def is_this_machine(address: str) -> bool:
         found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return False
-    return all(_is_own(str(ip)) for ip in found)
-
-
-def _is_own(ip: str) -> bool:
-    """Only an address of our own can be bound, whatever the interfaces are called."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((ip, 0))
-        except OSError:
-            return False
-    return True
+    # a client that connects to the address that means all of them reaches its own machine
+    return all(ip in ("0.0.0.0", "::") or is_own_address(str(ip)) for ip in found)
 
 
 def resolve_reference(model: str, address: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -269,19 +269,14 @@ def split_paths(path: Path) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{match['stem']}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1))
 
 
-def read_gguf(path: Path, *, check_path: Callable[[Path], Path] | None = None) -> GgufModel:
+def read_gguf(path: Path) -> GgufModel:
     """Read the index of a GGUF model; ``path`` is the file, or any part of a split one.
-
-    Args:
-        check_path: called with the path of each part before it is opened; returns the path to open.
 
     Raises:
         ModelCorrupt: a missing, truncated or malformed file, or parts that do not belong together.
         UnsupportedModel: a quantisation or version that is not read, by name.
     """
     paths = split_paths(path)
-    if check_path is not None:
-        paths = tuple(check_path(p) for p in paths)
     missing = [str(p) for p in paths if not p.is_file()]
     if missing:
         raise ModelCorrupt(f"{path}: {len(missing)} of {len(paths)} files missing, the first is {missing[0]}")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar
 from urllib.parse import urldefrag, urljoin, urlsplit
 
 import httpx
@@ -424,11 +424,3 @@ def _assemble(
             "deleted, run the command again"
         )
     os.replace(partial, target)
-
-
-def catalogue_rows() -> list[dict[str, Any]]:
-    """The catalogue for people: ``{name, description, license, size_bytes}``."""
-    return [
-        {"name": e.name, "description": e.description, "license": e.license, "size_bytes": e.nbytes}
-        for e in CATALOGUE.values()
-    ]

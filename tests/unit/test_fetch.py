@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from p2pshard_node.cluster.connection import Connection
 from p2pshard_node.cluster.fetch import Fetcher
 from p2pshard_node.models.cache import BlobWriter
 from p2pshard_node.models.store import ModelStore
@@ -28,7 +29,10 @@ class Holder(rpc.ClusterServicer):
     """Has one tensor, and sends its second half when told to."""
 
     def __init__(self) -> None:
-        self.go, self.asked, self.calls = asyncio.Event(), asyncio.Event(), 0
+        self.go, self.asked = asyncio.Event(), asyncio.Event()
+        self.offsets: list[int] = []
+        """From which each call wanted the tensor."""
+        self.address = ""
         self.asked_for_manifest = asyncio.Event()
 
     async def HasTensors(self, request: Any, context: Any) -> pb.TensorQueryReply:
@@ -40,7 +44,7 @@ class Holder(rpc.ClusterServicer):
         yield pb.Blob()
 
     async def Tensor(self, request: Any, context: Any) -> AsyncIterator[pb.Blob]:
-        self.calls += 1
+        self.offsets.append(request.offset)
         half = max(request.offset, len(DATA) // 2)
         yield pb.Blob(data=DATA[request.offset : half])
         self.asked.set()
@@ -59,6 +63,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[tuple[Holder, Fetcher, ModelStore
         id="me", metadata=(), member_ids=lambda: {"me", "other"}, stub=lambda node: rpc.ClusterStub(channel)
     )
     store = ModelStore(tmp_path / "data", [])
+    holder.address = f"127.0.0.1:{port}"
     yield holder, Fetcher(store, peers), store
     holder.go.set()
     await channel.close()
@@ -79,7 +84,7 @@ async def test_a_download_outlives_its_first_asker(lab: tuple[Holder, Fetcher, M
         await asyncio.gather(first, return_exceptions=True)
         holder.go.set()
         await second
-    assert store.holds(ENTRY.sha256) and holder.calls == 1
+    assert store.holds(ENTRY.sha256) and len(holder.offsets) == 1
 
 
 async def test_a_download_that_nobody_waits_for_ends_and_may_be_begun_again(
@@ -93,7 +98,7 @@ async def test_a_download_that_nobody_waits_for_ends_and_may_be_begun_again(
         await asyncio.gather(first, return_exceptions=True)
         holder.go.set()
         await ask(fetcher)
-    assert store.holds(ENTRY.sha256) and holder.calls == 2
+    assert store.holds(ENTRY.sha256) and len(holder.offsets) == 2
 
 
 async def test_who_asks_while_a_download_that_was_given_up_closes_its_file_waits_for_that(
@@ -152,6 +157,28 @@ async def test_a_file_is_closed_after_the_write_that_was_under_way(
         go.set()
         await asyncio.gather(first, return_exceptions=True)
     assert story == ["written", "closed"]
+
+
+async def test_a_source_that_is_evicted_is_left_for_another_at_the_byte_that_came(
+    lab: tuple[Holder, Fetcher, ModelStore],
+) -> None:
+    holder, fetcher, store = lab
+    peers: Any = fetcher._peers
+    links = {
+        n: Connection(make_channel(holder.address, None, own_connection=True), n) for n in ("other", "third")
+    }
+    peers.member_ids, peers.stub = lambda: {"me", *links}, lambda node: links[node].stub
+    async with asyncio.timeout(8):  # less than it waits for a silent one
+        asked = ask(fetcher)
+        await holder.asked.wait()
+        while not fetcher.bytes_received:
+            await asyncio.sleep(0.01)
+        await next(link for link in links.values() if link._calls).close()
+        holder.go.set()
+        await asked
+    assert store.holds(ENTRY.sha256) and holder.offsets == [0, len(DATA) // 2]
+    for link in links.values():
+        await link.close()
 
 
 async def test_nothing_is_on_its_way_after_closing(lab: tuple[Holder, Fetcher, ModelStore]) -> None:

@@ -31,7 +31,7 @@ ROUNDS = 3
 """How often all sources of one tensor are tried."""
 QUERY_HASHES = 512
 SILENCE_S = 10.0
-"""A source that sends nothing for so long is left for another."""
+"""A source that sends nothing for so long is left for another; one that is evicted, which is mostly sooner, then."""
 MAX_MANIFEST = 64 << 20
 
 _log = logging.getLogger("p2pshard.fetch")

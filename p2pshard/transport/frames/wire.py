@@ -26,7 +26,7 @@ __all__ = [
 VERSION = 3
 CHUNK_BYTES = 1 << 20
 """Most bytes of one message, prefix included."""
-OUTPUTS = ("none", "sample", "verify", "logits", "hidden", "prompt_logprobs")
+OUTPUTS = ("none", "sample", "verify", "logits", "hidden")
 
 MAGIC = b"p2"
 FIRST = struct.Struct("!2sBBIQ4sI")
