@@ -18,7 +18,7 @@ from p2pshard_node.cluster.planner import Patience, Planner
 from p2pshard_node.cluster.state import Deployments, deployment_id
 
 from p2pshard.errors import DoesNotFit, NotReady, P2PShardError, StageLost, UnsupportedModel
-from p2pshard.models.manifest import Manifest
+from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
@@ -190,7 +190,8 @@ async def _nothing(*_: object) -> None:
 
 
 async def _manifest(*_: object) -> Manifest:
-    return Manifest("gguf", {"num_hidden_layers": 2}, (), tokenizer="")
+    tensor = TensorEntry("blk.0.attn_q.weight", "F32", (2, 2), 16, "e" * 64)
+    return Manifest("gguf", {"num_hidden_layers": 2}, (tensor,), tokenizer="")
 
 
 async def _loaded(*_: object, **__: object) -> tuple[Any, dict[str, Any]]:
@@ -286,6 +287,22 @@ async def test_nothing_is_loaded_and_no_commit_answered_on_a_promise_that_is_not
     await asyncio.gather(given_up, return_exceptions=True)
     go.set()
     assert (await one.commit(request)).accepted and done == ["loads", "serves"], "it serves, and only once"
+
+
+async def test_what_was_fetched_for_a_load_that_was_cancelled_may_be_evicted(tmp_path: Path) -> None:
+    one, abandoned, go = member(tmp_path, []), [], asyncio.Event()
+
+    async def ensure(*_: object) -> None:
+        go.set()
+        await asyncio.Event().wait()
+
+    one._fetcher = cast(Any, SimpleNamespace(manifest=_manifest, ensure=ensure))
+    one._store = SimpleNamespace(abandon=abandoned.append)
+    loading = asyncio.create_task(one._load("d", plan(1), 0, [], asyncio.Queue(), None))
+    await go.wait()
+    loading.cancel()
+    await asyncio.gather(loading, return_exceptions=True)
+    assert loading.cancelled() and abandoned == [{"e" * 64}]
 
 
 # -- the planner

@@ -377,6 +377,9 @@ def test_what_was_just_fetched_waits_for_its_source_file(tmp_path: Path, root: P
     with pytest.raises(DoesNotFit):
         store.writer(sha(b"b" * 100), 100)
     assert store.holds(first)
+    store.abandon({first})  # its load failed: there will be none
+    store.writer(sha(b"b" * 100), 100).close()
+    assert not store.holds(first)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are POSIX's")

@@ -230,12 +230,16 @@ class Member:
 
         manifest = await self._fetcher.manifest(plan.manifest, holders)
         entries = needed_tensors(manifest, *stage.layers, stage.embedding, stage.head)
-        await self._fetcher.ensure(
-            plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)
-        )
         source = self._source(deployment)
-        self._sourced.add(deployment)
-        await in_thread(self._store.write_source, manifest, entries, source)
+        try:
+            await self._fetcher.ensure(
+                plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)
+            )
+            self._sourced.add(deployment)
+            await in_thread(self._store.write_source, manifest, entries, source)
+        except BaseException:
+            await in_thread(self._store.abandon, {e.sha256 for e in entries})
+            raise
         self._loaded_epochs[deployment] = plan.epoch
         worker, event = await self._supervisor.load(
             deployment,

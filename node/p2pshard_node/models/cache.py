@@ -178,7 +178,7 @@ class TensorCache:
             self._writing.pop(sha256, None)
 
     def settle(self, hashes: Set[str]) -> None:
-        """These are named by a source file now, which pins them in place of being fresh."""
+        """These are named by a source file now, which pins them in place of being fresh, or never will be."""
         with self._lock:
             for sha256 in hashes:
                 self._fresh.pop(sha256, None)

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -392,6 +392,10 @@ class ModelStore:
     def writer(self, sha256: str, nbytes: int) -> BlobWriter:
         """Begin or resume fetched content; see `TensorCache.writer` for what is raised."""
         return self._cache.writer(sha256, nbytes)
+
+    def abandon(self, hashes: Set[str]) -> None:
+        """No source file will name what was fetched of these: it may be evicted."""
+        self._cache.settle(hashes)
 
     # -- what workers load from -------------------------------------------------------------------
     def _pinned(self) -> frozenset[str]:
