@@ -104,6 +104,14 @@ def test_run_passes_its_flags_on(cli, node: FakeNode) -> None:
     assert (asked.has_seed, asked.sampling.seed, list(asked.stop)) == (True, 3, ["END"])
 
 
+@pytest.mark.parametrize("verb", [("run", "tiny", "hello"), ("deploy", "tiny"), ("plan", "tiny")])
+def test_flags_that_are_left_out_ask_for_nothing(cli, node: FakeNode, verb: tuple[str, ...]) -> None:
+    """A deployment that runs is what was asked for then, whatever it has."""
+    cli(*verb)
+    asked = json.loads(next(r for r in node.asked if hasattr(r, "settings_json")).settings_json)
+    assert {k: v for k, v in asked.items() if v not in (None, "auto", {}, [])} == {}
+
+
 def test_a_prompt_from_standard_input(cli, node: FakeNode, monkeypatch) -> None:
     import io
 
