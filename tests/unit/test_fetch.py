@@ -16,6 +16,7 @@ from p2pshard_node.cluster.fetch import Fetcher
 from p2pshard_node.models.cache import BlobWriter
 from p2pshard_node.models.store import ModelStore
 
+from p2pshard.errors import DoesNotFit, Internal
 from p2pshard.models.manifest import TensorEntry
 from p2pshard.transport.channels import bind, make_channel, make_server
 from p2pshard.transport.generated import control_pb2 as pb
@@ -179,6 +180,28 @@ async def test_a_source_that_is_evicted_is_left_for_another_at_the_byte_that_cam
     assert store.holds(ENTRY.sha256) and holder.offsets == [0, len(DATA) // 2]
     for link in links.values():
         await link.close()
+
+
+async def test_what_this_nodes_own_disk_refuses_is_no_sources_fault(
+    lab: tuple[Holder, Fetcher, ModelStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, fetcher, store = lab
+    holder.go.set()
+    fetcher._store = ModelStore(tmp_path / "small", [], cache_bytes=ENTRY.nbytes - 1)
+    with pytest.raises(DoesNotFit, match="larger --tensor-cache"):
+        await ask(fetcher)
+    fetcher._store = store
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(BlobWriter, "write", full)
+    with pytest.raises(Internal, match=r"cannot be kept on this node's disk: .*No space left"):
+        await ask(fetcher)
+    assert holder.offsets == [0], "neither was tried again"
+    monkeypatch.undo()
+    await ask(fetcher)
+    assert store.holds(ENTRY.sha256)
 
 
 async def test_nothing_is_on_its_way_after_closing(lab: tuple[Holder, Fetcher, ModelStore]) -> None:

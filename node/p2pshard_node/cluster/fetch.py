@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from p2pshard.errors import ModelCorrupt, ModelNotFound, NodeUnreachable, P2PShardError
+from p2pshard.errors import DoesNotFit, Internal, ModelCorrupt, ModelNotFound, NodeUnreachable, P2PShardError
 from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
@@ -120,7 +120,13 @@ class Fetcher:
         holders: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Have every tensor here. ``progress(done, total)`` in bytes. Raises `ModelNotFound` naming what nobody holds."""
+        """Have every tensor here. ``progress(done, total)`` in bytes.
+
+        Raises:
+            ModelNotFound: naming what nobody holds.
+            DoesNotFit: the tensor cache is full of what is in use.
+            Internal: this node's disk does not take it.
+        """
         await self._all({e.sha256: (e.nbytes, e.name) for e in entries}, holders, progress)
 
     async def extras(self, manifest: Manifest, holders: Sequence[str] = ()) -> None:
@@ -229,10 +235,14 @@ class Fetcher:
                     return
                 except grpc.aio.AioRpcError as error:
                     trouble = f"node {node}: {error_of(error).message}"
+                except DoesNotFit:
+                    raise  # here: no other source changes that
                 except P2PShardError as error:
                     trouble = f"node {node}: {error.message}"
                 except TimeoutError:
                     trouble = f"node {node} sent nothing for {SILENCE_S:.0f} s"
+                except OSError as error:
+                    raise Internal(f"tensor {name} cannot be kept on this node's disk: {error}") from error
                 _log.warning("tensor interrupted name=%s reason=%s", name, trouble)
             await asyncio.sleep(0.5 * (attempt + 1))
         raise ModelNotFound(
