@@ -561,37 +561,39 @@ class Cluster:
         between = (n for n, c in sorted(self._claims.items()) if n in members and c and c not in members)
         return next(between, "")
 
-    def _pass_on(self, relayed: bool) -> tuple[rpc.ClusterStub, Any] | None:
-        """Where a wish that came to this node has to go; None: it is this node's to take. Raises `NotReady`."""
+    async def _pass_on(
+        self,
+        relayed: bool,
+        here: Callable[[], Awaitable[Any]],
+        there: Callable[[rpc.ClusterStub, Any], Awaitable[Any]],
+    ) -> Any:
+        """A member's wish: done here if this node coordinates, else passed on, with the metadata given, to the node that
+        does; once. Raises `NotReady` when there is no such way."""
         if self._followed == self._identity.id:
-            return None
+            return await here()
         if relayed or self._followed not in self.peers.member_ids():
             raise NotReady("this node does not coordinate, and reaches no node that does", state="following")
-        return self.peers.stub(self._followed), (*self.peers.metadata, (RELAYED_KEY, "1"))
+        try:
+            return await there(self.peers.stub(self._followed), (*self.peers.metadata, (RELAYED_KEY, "1")))
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
 
     async def take_want(self, request: pb.WantDeployment, *, relayed: bool) -> pb.WantReply:
-        """A member's wish: as coordinator, or passed on to it once."""
-        further = self._pass_on(relayed)
-        if further is None:
-            return await self.want(request)
-        stub, metadata = further
-        try:
-            reply: pb.WantReply = await stub.Want(request, timeout=WANT_S, metadata=metadata)
-            return reply
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+        """A member's wish for a deployment; see `_pass_on`."""
+        reply: pb.WantReply = await self._pass_on(
+            relayed,
+            lambda: self.want(request),
+            lambda stub, metadata: stub.Want(request, timeout=WANT_S, metadata=metadata),
+        )
+        return reply
 
     async def take_unwant(self, request: pb.UndeployRequest, *, relayed: bool) -> None:
-        """As `take_want`."""
-        further = self._pass_on(relayed)
-        if further is None:
-            await self.unwant(request.model)
-            return
-        stub, metadata = further
-        try:
-            await stub.Unwant(request, timeout=WANT_S, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+        """A member's wish to have none; see `_pass_on`."""
+        await self._pass_on(
+            relayed,
+            lambda: self.unwant(request.model),
+            lambda stub, metadata: stub.Unwant(request, timeout=WANT_S, metadata=metadata),
+        )
 
     async def _at_coordinator(
         self, here: Callable[[], Awaitable[Any]], there: Callable[[rpc.ClusterStub], Awaitable[Any]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +32,11 @@ log = logging.getLogger(__name__)
 _SECONDS = 600
 
 
+@cache
 def prepare(layout: str | None = None) -> None:
     """See that the kernels of a step, or the product of a layout of `p2pshard.models.groups`, are on disk.
 
-    Where that cannot be, they are compiled here when first called.
+    Where that cannot be, they are compiled here when first called; it is not tried again for each layer.
     """
     if _mark(layout).exists():
         return
