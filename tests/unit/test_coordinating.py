@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from p2pshard_node.cluster import agreement
-from p2pshard_node.cluster.cluster import _refusal
+from p2pshard_node.cluster.cluster import _refusal, _superseded
 from p2pshard_node.cluster.coordinator import Attempt, Coordinator
 from p2pshard_node.cluster.links import Links
 from p2pshard_node.cluster.member import Member, error_to_proto
@@ -177,12 +178,43 @@ async def test_a_stage_lost_between_its_first_token_and_ready_fails_the_attempt(
     assert attempt.ready.done() and isinstance(attempt.lost, StageLost)
 
 
+async def test_a_plan_for_what_was_wanted_before_is_not_committed_again(alone: Alone) -> None:
+    """Its members have not heard of the new wish yet, and hold its stages still."""
+    planned: list[int] = []
+
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        planned.append(epoch.n)
+        return plan(epoch.n)
+
+    alone.make = make
+    epoch = plan_pb2.Epoch(n=3, proposer=ME)
+    alone.report = pb.EpochReport(
+        prepared=True, active=epoch, promised=epoch, promised_plan=plan(3).to_proto()
+    )
+    before = row("m", "removed", 3)
+    before.wanted = False
+    wanted = row("m")
+    wanted.superseded.CopyFrom(cast(Any, _superseded(before)))
+    alone.add(wanted)
+    alone.coordinator.start()
+    await come_true(lambda: planned)
+    assert planned == [4]
+
+
+@pytest.mark.parametrize(("before", "superseded"), [(0, 3), (5, 5)])
+def test_what_was_superseded_once_stays_so(before: int, superseded: int) -> None:
+    known = row("m", "ready", 3)
+    known.superseded.n = before
+    assert cast(Any, _superseded(known)).n == superseded
+    assert _superseded(None) is None
+
+
 # -- the member
-def member(folder: Path, reports: list[pb.StageEvent], budget: int = 100) -> Member:
+def member(folder: Path, reports: list[pb.StageEvent], budget: int = 100, followed: str = ME) -> Member:
     peers = SimpleNamespace(id=ME, state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann")))
     supervisor = SimpleNamespace(worker=lambda key: None, used_bytes=lambda without="": 0, stop=_nothing)
     given: list[Any] = [peers, agreement.Ledger.open(folder / "epochs"), supervisor, None, None, folder / "s"]
-    return Member(*given, lambda: ME, lambda: budget, reports.append)
+    return Member(*given, lambda: followed, lambda: budget, reports.append)
 
 
 async def _nothing(*_: object) -> None:
@@ -303,6 +335,46 @@ async def test_what_was_fetched_for_a_load_that_was_cancelled_may_be_evicted(tmp
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
     assert loading.cancelled() and abandoned == [{"e" * 64}]
+
+
+@pytest.mark.parametrize(
+    ("followed", "state", "kept"), [(ME, "loading", True), (ME, "broken", False), ("gone", "loading", False)]
+)
+async def test_an_epoch_that_a_successor_may_still_bring_into_force_outlives_its_lease(
+    tmp_path: Path, followed: str, state: str, kept: bool
+) -> None:
+    one = member(tmp_path, [], followed=followed)
+    one._peers = cast(Any, SimpleNamespace(id=ME, member_ids=lambda: {ME}))
+    epoch, key = Epoch(1, "gone"), row("m").id
+    theirs = replace(plan(), epoch=epoch)
+    record = agreement.prepare(one._ledger.get(key), epoch, theirs, theirs.digest(), -100.0)
+    one._ledger.put(agreement.loaded(record, epoch, -100.0))
+    named = row("m", state)
+    named.plan.CopyFrom(theirs.to_proto())
+    await one.tick([named])
+    assert one._ledger.get(key).prepared is kept
+
+
+@pytest.mark.parametrize("end", ["remove", "drop"])
+async def test_the_end_of_one_load_takes_nothing_from_the_next(tmp_path: Path, end: str) -> None:
+    one, stopping, go = member(tmp_path, []), asyncio.Event(), asyncio.Event()
+
+    async def stop(_: str) -> None:
+        stopping.set()
+        await go.wait()
+
+    cast(Any, one._supervisor).stop = stop
+    record = agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0)
+    one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
+    ending = asyncio.create_task(one.remove("d") if end == "remove" else one.drop("d", Epoch(1, ME)))
+    await stopping.wait()
+    assert not one._ledger.get("d").prepared, "nobody counts on it any more"
+    record = agreement.prepare(one._ledger.get("d"), Epoch(2, ME), plan(2), plan(2).digest(), 0.0)
+    one._ledger.put(agreement.loaded(record, Epoch(2, ME), 0.0))
+    one._source("d").write_text("{}")
+    go.set()
+    await ending
+    assert one._source("d").exists() and one._ledger.get("d").prepared
 
 
 # -- the planner

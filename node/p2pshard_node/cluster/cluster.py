@@ -25,6 +25,7 @@ from p2pshard.planning.settings import Settings
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
+from p2pshard.transport.generated import plan_pb2
 
 from ..identity import Identity
 from ..rounds import Rounds
@@ -149,7 +150,7 @@ class Cluster:
                 now = time.monotonic()
                 if now - second >= 1.0:
                     second = now
-                    await self.member.tick()
+                    await self.member.tick(self.table.all())
                     for row in self.table.all():
                         self._follow_up(row)
             await asyncio.sleep(0.2)
@@ -636,10 +637,9 @@ class Cluster:
                     del known[HOLDER_LIMIT:]
             key = deployment_id(request.manifest)
             existing = self.table.get(key)
-            wanted = existing is not None and existing.wanted
             if (
-                wanted
-                and existing is not None
+                existing is not None
+                and existing.wanted
                 and settings_satisfied(request.settings_json, existing.settings_json)
             ):
                 return pb.WantReply(deployment=existing)
@@ -658,10 +658,10 @@ class Cluster:
                 wanted=True,
                 settings_json=settings.to_json(),
                 state="planning",
+                superseded=_superseded(self.table.get(key)),
             )
-            if wanted:
-                await self.coordinator.replace(key)
             self._publish(row)
+            self.coordinator.wish_changed(key)
             kept = self.table.get(key)
             assert kept is not None, "just written"
             await in_thread(self.table.flush)
@@ -689,8 +689,16 @@ class Cluster:
         row.wanted, row.state, row.reason = False, "removed", "undeployed"
         del row.endpoints[:]
         self._publish(row)
+        self.coordinator.wish_changed(row.id)
         await self.member.remove(row.id)
         await in_thread(self.table.flush)
+
+
+def _superseded(row: pb.Deployment | None) -> plan_pb2.Epoch | None:
+    """The epoch that must not come back once something else is wanted: its stages may still be loaded somewhere."""
+    if row is None:
+        return None
+    return max(row.superseded, row.plan.epoch, key=lambda epoch: (epoch.n, epoch.proposer))
 
 
 def _refusal(row: pb.Deployment) -> P2PShardError:

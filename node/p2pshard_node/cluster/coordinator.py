@@ -210,17 +210,11 @@ class Coordinator:
             self._fail(deployment, Internal(f"{task.exception()!r}"))
         self.wake()
 
-    async def replace(self, deployment: str) -> None:
-        """The deployment is wanted with other settings: end what is under way for the old ones."""
-        row = self._table.get(deployment)
-        if row is not None and row.HasField("plan"):
-            self._spoilt[deployment] = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
-        attempt = self._attempts.get(deployment)
-        if attempt is not None and attempt.task is not None:
-            attempt.task.cancel()
-            await asyncio.gather(attempt.task, return_exceptions=True)
-            self._attempts.pop(deployment, None)
+    def wish_changed(self, deployment: str) -> None:
+        """What is wanted of a deployment is another thing now, as its row says: end what is under way for the old."""
+        self._cancel(deployment)
         self._failures.pop(deployment, None)
+        self.wake()
 
     # -- what happens meanwhile
     def reported(self, event: pb.StageEvent) -> None:
@@ -231,7 +225,7 @@ class Coordinator:
         row = self._table.get(event.deployment)
         if row is None:
             return
-        epoch = Epoch(event.epoch.n, event.epoch.proposer)
+        epoch = _read(event.epoch)
         attempt = self._attempts.get(event.deployment)
         if attempt is not None and attempt.epoch == epoch:
             if event.kind == "ready":
@@ -243,7 +237,7 @@ class Coordinator:
             elif event.kind == "lost":
                 attempt.fail(proto_to_error(event.error))
             return
-        current = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
+        current = _read(row.plan.epoch)
         if row.wanted and row.state == "ready" and epoch == current and event.kind in ("lost", "not_ready"):
             self._broken(row, proto_to_error(event.error), epoch)
 
@@ -317,7 +311,8 @@ class Coordinator:
         proposal: Proposal | None = None
         try:
             reports, endpoints = await self._ask(deployment)
-            choice = agreement.decide(reports, spoilt=self._spoilt.get(deployment, agreement.ZERO))
+            spoilt = max(_read(row.superseded), self._spoilt.get(deployment, agreement.ZERO))
+            choice = agreement.decide(reports, spoilt=spoilt)
             if isinstance(choice, agreement.Resend):
                 _log.info("sending the commit of epoch %s again model=%s", choice.plan.epoch.n, row.model)
                 proposal = Proposal.resend(choice.plan)
@@ -547,3 +542,7 @@ def _at(name: str, error: P2PShardError) -> P2PShardError:
 
 def _epoch(epoch: Epoch) -> plan_pb2.Epoch:
     return plan_pb2.Epoch(n=epoch.n, proposer=epoch.proposer)
+
+
+def _read(epoch: plan_pb2.Epoch) -> Epoch:
+    return Epoch(epoch.n, epoch.proposer)

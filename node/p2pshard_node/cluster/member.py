@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,25 +355,29 @@ class Member:
         if loading is not None:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-        self._loads.pop(deployment, None)
-        self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
-        await self._supervisor.stop(deployment)
-        self._release(deployment)
+        if self._ledger.get(deployment).promised == epoch:  # else another load is under way by now
+            self._loads.pop(deployment, None)
+            self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
+            await self._end(deployment, epoch)
 
     async def remove(self, deployment: str) -> None:
         """The deployment is no longer wanted: end its worker, whatever its epoch."""
+        epoch = self._ledger.get(deployment).promised
         loading = self._loading.get(deployment)
         if loading is not None:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-        self._ready.pop(deployment, None)
-        self._loads.pop(deployment, None)
-        if self._supervisor.worker(deployment) is not None:
-            await self._supervisor.stop(deployment)
-        self._release(deployment)
-        record = self._ledger.get(deployment)
-        if record.prepared:
-            self._ledger.put(agreement.unloaded(record))
+        if self._ledger.get(deployment).promised == epoch:
+            self._ready.pop(deployment, None)
+            self._loads.pop(deployment, None)
+            await self._end(deployment, epoch)
+
+    async def _end(self, deployment: str, epoch: Epoch) -> None:
+        """End the worker of an epoch and let go of its tensors, unless a later load has them in use meanwhile."""
+        self._ledger.put(agreement.unloaded(self._ledger.get(deployment)))
+        await self._supervisor.stop(deployment)
+        if self._ledger.get(deployment).promised == epoch:
+            self._release(deployment)
 
     def left_out(self, row: pb.Deployment) -> bool:
         """Whether the row is served by a plan newer than anything promised here that has no stage on this node.
@@ -398,13 +402,21 @@ class Member:
             return []
         return [self._endpoint(self._own_stage(record.plan), worker, worker.loaded)]
 
-    async def tick(self) -> None:
-        """Once a second: leases of prepared epochs."""
+    async def tick(self, rows: Iterable[pb.Deployment]) -> None:
+        """Once a second: leases of prepared epochs. One that is still to be brought into force, as ``rows`` say, is kept
+        for whoever coordinates now."""
         now = time.monotonic()
+        coordinated = self._followed() in self._peers.member_ids()
+        awaited = {
+            (row.id, Epoch(row.plan.epoch.n, row.plan.epoch.proposer))
+            for row in rows
+            if coordinated and row.wanted and row.state == "loading"
+        }
         for record in list(self._ledger.records.values()):
             if not record.prepared or record.active == record.promised:
                 continue
-            if record.promised.proposer in self._peers.member_ids():
+            kept = (record.deployment, record.promised) in awaited
+            if kept or record.promised.proposer in self._peers.member_ids():
                 self._ledger.put(agreement.renew(record, now))
             elif agreement.lapsed(record, now):
                 _log.warning(

@@ -626,6 +626,7 @@ class Deployment(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     model: _builtins.str
     manifest: _builtins.str
@@ -649,6 +650,10 @@ class Deployment(_message.Message):
     def error(self) -> _generate_pb2.Error:
         """why it was refused, typed"""
 
+    @_builtins.property
+    def superseded(self) -> _plan_pb2.Epoch:
+        """epochs up to this one were for what is no longer wanted: never committed again"""
+
     def __init__(
         self,
         *,
@@ -664,10 +669,11 @@ class Deployment(_message.Message):
         reason: _builtins.str = ...,
         endpoints: _abc.Iterable[Global___StageEndpoint] | None = ...,
         error: _generate_pb2.Error | None = ...,
+        superseded: _plan_pb2.Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "plan", b"plan", "superseded", b"superseded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "error", b"error", "id", b"id", "manifest", b"manifest", "model", b"model", "plan", b"plan", "reason", b"reason", "settings_json", b"settings_json", "state", b"state", "version", b"version", "wanted", b"wanted", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "error", b"error", "id", b"id", "manifest", b"manifest", "model", b"model", "plan", b"plan", "reason", b"reason", "settings_json", b"settings_json", "state", b"state", "superseded", b"superseded", "version", b"version", "wanted", b"wanted", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
