@@ -106,7 +106,7 @@ class Agreement:
 
         until(agreed, 120, self.describe, every=0.5)
         epoch = self.shown(hosts[0])
-        assert epoch is not None
+        assert epoch is not None, self.describe()
         for host in self.members:
             record = promise(host.folder / "data")
             assert record.promised == record.active == epoch, self.describe()
@@ -121,7 +121,7 @@ class Agreement:
 
     def describe(self) -> str:
         rows = [f"{h.name}: {promise(h.folder / 'data')} shows {self.shown(h)}" for h in self.members]
-        return "\n".join([*rows, *(f"--- {h.name}\n{h.log()[-3000:]}" for h in self.hosts)])
+        return "\n".join([*rows, *(f"--- {h.name}\n{h.log()[-6000:]}" for h in self.hosts)])
 
 
 def test_killed_after_one_of_three_commits_the_commit_is_sent_again(lab: Lab) -> None:
@@ -130,7 +130,7 @@ def test_killed_after_one_of_three_commits_the_commit_is_sent_again(lab: Lab) ->
     agreement.coordinator.kill()
     assert agreement.active() == [agreement.first, (0, ""), (0, "")]
     assert agreement.deploying.wait(timeout=120) == 0, agreement.describe()
-    assert agreement.one_plan(*agreement.members) == agreement.first
+    assert agreement.one_plan(*agreement.members) == agreement.first, agreement.describe()
     agreement.answers(*agreement.members)
 
 
@@ -142,7 +142,7 @@ def test_stopped_after_one_of_three_commits_and_continued_after_a_successor_acte
     try:
         assert agreement.active() == [agreement.first, (0, ""), (0, "")]
         assert agreement.deploying.wait(timeout=120) == 0, agreement.describe()
-        assert agreement.one_plan(*agreement.members) == agreement.first
+        assert agreement.one_plan(*agreement.members) == agreement.first, agreement.describe()
     finally:
         os.kill(daemon, signal.SIGCONT)
     for host in agreement.members[1:]:

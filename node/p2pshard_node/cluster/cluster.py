@@ -39,6 +39,7 @@ from .member import Member, error_to_proto, proto_to_error
 from .membership import MEMBER, not_joined, text
 from .peers import RELAYED_KEY, Peers
 from .planner import Planner
+from .reports import Reports
 from .service import ClusterService
 from .state import Deployments, deployment_id, settings_satisfied
 from .survey import Survey
@@ -50,8 +51,6 @@ SETTLE_S = 2.0
 """After a start: time to hear of a coordinator before appointing one."""
 LEADER_WAIT_S = 10.0
 WANT_S = 120.0
-REPORT_S = 60.0
-"""So long a member tries to tell what became of its stage; a new coordinator asks by itself."""
 PULL_S = 5.0
 BROKEN_S = 30.0
 """How long a client that deploys waits for what is broken to be mended."""
@@ -90,6 +89,7 @@ class Cluster:
         self.fetcher = Fetcher(store, self.peers)
         self.survey = Survey(self.peers, store, requests)
         self.planner = Planner(self.peers, self.table, self.fetcher)
+        self.reports = Reports(self._report)
         self.member = Member(
             self.peers,
             self._ledger,
@@ -99,7 +99,7 @@ class Cluster:
             folder / "sources",
             self.followed,
             budget,
-            self._report,
+            self.reports.put,
         )
         self.coordinator = Coordinator(
             self.peers,
@@ -122,6 +122,7 @@ class Cluster:
     async def stop(self) -> None:
         """Goodbye to all; nothing of ours runs afterwards."""
         await self.coordinator.stop()
+        await self.reports.stop()
         tasks = [*self._tasks, *self._texts.values()]
         for task in tasks:
             task.cancel()
@@ -254,26 +255,15 @@ class Cluster:
         await self.fetcher.extras(found, self._holders_of(manifest))
 
     # -- reports of this node's stages
-    def _report(self, event: pb.StageEvent) -> None:
-        self._spawn(self._deliver(event), "report")
-
-    async def _deliver(self, event: pb.StageEvent) -> None:
-        """To whoever coordinates, until one takes it: a coordinator may just be changing."""
-        deadline, attempt = time.monotonic() + REPORT_S, 0
-        while time.monotonic() < deadline:
-            target = self._followed
-            try:
-                if target == self._identity.id:
-                    self.coordinator.reported(event)
-                    return
-                if target:
-                    await self.peers.stub(target).Report(event, timeout=2.0, metadata=self.peers.metadata)
-                    return
-            except (grpc.aio.AioRpcError, P2PShardError) as error:
-                _log.debug("report not delivered to %s: %s", target, error)
-            await asyncio.sleep(min(2.0, 0.2 * 2**attempt))
-            attempt += 1
-        _log.warning("report not delivered kind=%s deployment=%s", event.kind, event.deployment)
+    async def _report(self, event: pb.StageEvent) -> None:
+        """To the coordinator. Raises while there is none, or one that does not take it: it may just be changing."""
+        target = self._followed
+        if target == self._identity.id:
+            self.coordinator.reported(event)
+        elif target:
+            await self.peers.stub(target).Report(event, timeout=2.0, metadata=self.peers.metadata)
+        else:
+            raise NotReady("the cluster has no coordinator", state="following")
 
     # -- views
     def members(self) -> list[pb.NodeInfo]:
