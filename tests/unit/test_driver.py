@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from p2pshard_node.engine.sampling import Draw, Sampled
 from p2pshard_node.engine.stage import StepBatch
+from p2pshard_node.worker import outbox
 from p2pshard_node.worker.driver import Driver
 from p2pshard_node.worker.executor import StageExecutor
 from p2pshard_node.worker.outbox import MAX_UNSENT, Outbox
 from p2pshard_node.worker.pace import Pace
 
-from p2pshard.errors import StageLost
+from p2pshard.errors import ProtocolError, StageLost
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.transport.channels import EOF
 from p2pshard.transport.frames import Assembler, Frame, Limits, encode
@@ -88,11 +89,14 @@ class Call:
         self.events: list[generate_pb2.DriverEvent] = []
         self.changed = asyncio.Event()
         self.aborted: tuple[Any, str] | None = None
+        self.deaf = False
 
     async def read(self) -> Any:
         return await self.commands.get()
 
     async def write(self, data: bytes) -> None:
+        if self.deaf:
+            await asyncio.Event().wait()
         self.events.append(generate_pb2.DriverEvent.FromString(data))
         self.changed.set()
 
@@ -286,6 +290,32 @@ async def test_a_gateway_that_is_gone_takes_its_requests_along(toy: Toy) -> None
     await toy.idle()
 
 
+async def test_a_gateway_that_reads_nothing_is_given_up_with_its_requests(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_UNSENT", 20)
+    async with toy.gateway() as deaf, toy.gateway() as call:
+        call.submit("b", [2], 50)
+        await come_true(lambda: bool(call.tokens("b")))
+        deaf.deaf = True
+        deaf.submit("a", [1], 60)
+        assert await call.end("b") == "length"
+        await come_true(lambda: deaf.aborted is not None)
+        assert deaf.aborted is not None and "does not read" in deaf.aborted[1]
+        assert toy.driver.sequences == 0
+        await toy.idle()
+
+
+async def test_a_step_that_comes_back_without_a_token_it_was_to_give_is_refused(toy: Toy) -> None:
+    async with toy.gateway() as call:
+        toy.held = []
+        call.submit("a", [1, 2], 5)
+        await come_true(lambda: bool(toy.held))
+        step = toy.held[0]
+        with pytest.raises(ProtocolError, match="no token"):
+            toy.driver.on_tokens(Frame("tokens", step.epoch, step.step))
+
+
 async def test_a_lost_stage_fails_everything_with_its_name(toy: Toy) -> None:
     async with toy.gateway() as call:
         toy.held = []
@@ -359,7 +389,8 @@ async def test_an_outbox_gives_a_deaf_gateway_up_and_not_one_that_reads() -> Non
             assert await read(box)
     for i in range(MAX_UNSENT + 1):
         box.token("a", 1, i, generate_pb2.Token(id=1))
-    assert await box.get() is None
+    async with asyncio.timeout(1):
+        await box.overflow()
 
 
 def test_pace_scales_and_forgets() -> None:

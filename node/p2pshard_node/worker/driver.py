@@ -173,10 +173,14 @@ class Driver:
         )
 
     def on_tokens(self, frame: Frame) -> None:
-        """Take a step back. Raises `ProtocolError` when none such is under way."""
+        """Take a step back. Raises `ProtocolError` when none such is under way, or when it is not whole."""
         flight = self._flights.pop(frame.step, None)
         if flight is None:
             raise ProtocolError(f"tokens of step {frame.step}, which is not under way")
+        answered = {t.sequence for t in frame.tokens} | {s for s, _ in frame.failed}
+        for row in flight.step.rows:
+            if row.sample and row.sequence not in answered:
+                raise ProtocolError(f"step {frame.step} has no token for sequence {row.sequence}")
         self._account(flight, frame)
         tokens: dict[int, list[SampledToken]] = {}
         for token in frame.tokens:
@@ -282,8 +286,9 @@ class Driver:
         hello = await self._hello(context)
         gateway = _Gateway(hello.gateway, Outbox())
         await context.write(generate_pb2.DriverEvent(hello=hello).SerializeToString())
-        tasks = {
+        tasks: set[asyncio.Task[P2PShardError | None]] = {
             asyncio.create_task(self._write(context, gateway)),
+            asyncio.create_task(self._deaf(gateway)),
             asyncio.create_task(self._read(context, gateway)),
         }
         try:
@@ -325,9 +330,12 @@ class Driver:
             await abort_with(context, self.broken)
         return hello
 
-    async def _write(self, context: Any, gateway: _Gateway) -> P2PShardError | None:
-        while (data := await gateway.outbox.get()) is not None:
-            await context.write(data)
+    async def _write(self, context: Any, gateway: _Gateway) -> None:
+        while True:
+            await context.write(await gateway.outbox.get())
+
+    async def _deaf(self, gateway: _Gateway) -> P2PShardError:
+        await gateway.outbox.overflow()  # the writer may never come back from the message that it is at
         return Overloaded(f"gateway {gateway.name} does not read its events", retry_after_s=1.0)
 
     async def _read(self, context: Any, gateway: _Gateway) -> P2PShardError | None:

@@ -28,7 +28,7 @@ class Outbox:
         """The last unsent member of each request that has not ended."""
         self._count = 0
         self._filled = asyncio.Event()
-        self.overflowed = False
+        self._overflow = asyncio.Event()
 
     def started(self, request: str, attempt: int) -> None:
         """It has left the waiting queue."""
@@ -59,10 +59,10 @@ class Outbox:
         self._count += 1
         self._filled.set()
         if self._count > MAX_UNSENT:
-            self.overflowed = True
+            self._overflow.set()
             self._unsent.clear()
             self._open.clear()
-        if self.overflowed:
+        if self._overflow.is_set():
             return None
         member = self._open.get(request)
         if member is None or member.attempt != attempt:
@@ -70,13 +70,15 @@ class Outbox:
             self._unsent.append(member)
         return member
 
-    async def get(self) -> bytes | None:
-        """The next message, a `DriverEvent` of all that is unsent (up to a size); None once it overflowed."""
-        while not self._unsent and not self.overflowed:
+    async def overflow(self) -> None:
+        """Return once there was too much: nothing more will be sent."""
+        await self._overflow.wait()
+
+    async def get(self) -> bytes:
+        """The next message, a `DriverEvent` of all that is unsent (up to a size)."""
+        while not self._unsent:
             self._filled.clear()
             await self._filled.wait()
-        if self.overflowed:
-            return None
         batch, size = [], 0
         while self._unsent and size < _MESSAGE_TOKENS:
             member = self._unsent.popleft()
