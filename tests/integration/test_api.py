@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from p2pshard_node.api import body
 from p2pshard_node.api.app import create_app
 from p2pshard_node.api.server import Handle, serve
 from p2pshard_node.gateway.gateway import Gateway, Limits
@@ -336,6 +337,20 @@ async def test_bodies_that_are_no_request(api: Api) -> None:
     for content, kind, status in NO_REQUESTS:
         reply = await api.http.post("/v1/chat/completions", content=content, headers={"content-type": kind})
         assert reply.status_code == status and reply.json()["error"]["message"], content[:20]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_S", 0.3)
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.handle.port)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+    writer.write(head.encode() + b'{"model": ')
+    async with asyncio.timeout(5):
+        reply = await reader.readuntil(b"}}")
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 408 ") and b"10 bytes" in reply
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(api: Api) -> None:

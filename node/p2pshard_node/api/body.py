@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -9,14 +10,21 @@ from starlette.requests import Request
 from p2pshard.errors import InvalidRequest
 from p2pshard.json_text import parse_json
 
-__all__ = ["MAX_BODY_BYTES", "BodyTooLarge", "WrongContentType", "read_json"]
+__all__ = ["MAX_BODY_BYTES", "BodyTooLarge", "BodyTooSlow", "WrongContentType", "read_json"]
 
 MAX_BODY_BYTES = 8 << 20
+BODY_S = 60.0
+"""For all of a body to arrive."""
 
 
 class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
     http_status = 413
+
+
+class BodyTooSlow(InvalidRequest):
+    code = "body_too_slow"
+    http_status = 408
 
 
 class WrongContentType(InvalidRequest):
@@ -25,15 +33,21 @@ class WrongContentType(InvalidRequest):
 
 
 async def read_json(request: Request) -> Any:
-    """Raises `WrongContentType`, `BodyTooLarge` (before it is read whole) or `InvalidRequest`."""
+    """Raises `WrongContentType`, `BodyTooLarge` (before it is read whole), `BodyTooSlow` or `InvalidRequest`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise WrongContentType(f"the content type is {kind or 'missing'!r}; send application/json")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"after {BODY_S:.0f} s there are {len(body)} bytes of the body, and no end"
+        ) from None
     try:
         return parse_json(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # ValueError: JSON and UTF-8 errors alike

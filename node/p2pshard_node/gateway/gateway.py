@@ -12,7 +12,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ DEFAULT_MAX_TOKENS = 1024
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _TEXT_MODELS = 4
+_ENCODERS = 2
 _JOIN_ATTEMPTS = 3
 """Epochs that may be lost one after the other before a request that has no token yet is given up."""
 _LOSS_SEEN_S = 0.05
@@ -99,6 +101,8 @@ class Gateway:
         self._links: dict[tuple[str, int, str], asyncio.Task[DriverLink]] = {}
         self._texts: dict[str, asyncio.Task[TextModel]] = {}
         self._renderer = TemplateRenderer()
+        # Of their own: long prompts hold up nothing else of the daemon that needs a thread.
+        self._encoders = ThreadPoolExecutor(_ENCODERS, "encode")
         self._background: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._closed = False
@@ -186,6 +190,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*tasks, *(link.close() for link in links), return_exceptions=True)
         await asyncio.gather(*self._background, return_exceptions=True)
+        self._encoders.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._renderer.close)
 
     # -- the start of a request -----------------------------------------------------------------
@@ -358,7 +363,7 @@ class Gateway:
                 )
             return ids
         if kind == "prompt":
-            return await asyncio.to_thread(text.encode, request.prompt)
+            return await self._encode(text.encode, request.prompt)
         if not text.chat_template:
             raise InvalidRequest(
                 f"{request.model} has no chat template: it is no chat model, or its files lack one; send a "
@@ -367,7 +372,10 @@ class Gateway:
             )
         messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
         rendered = await self._renderer.render(text.chat_template, messages, text.special_tokens)
-        return await asyncio.to_thread(text.encode_rendered, rendered)
+        return await self._encode(text.encode_rendered, rendered)
+
+    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, text)
 
     # -- streams to drivers ---------------------------------------------------------------------
     async def _link(self, deployment: control_pb2.Deployment, plan: Plan) -> DriverLink:
