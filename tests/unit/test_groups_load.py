@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from p2pshard_node.engine.embedding import QuantEmbedding
+from p2pshard_node.engine.fused.product import WIDE_GROUPS
 from p2pshard_node.engine.gguf_weights import open_weights
 from p2pshard_node.engine.groups.linear import GroupLinear
 from p2pshard_node.engine.quant import Int8Linear
@@ -79,7 +80,7 @@ def test_linears_are_grouped_and_a_tied_table_is_held_once(tmp_path: Path) -> No
     assert model.model.layers[2].mlp.down_proj.table.layout.name == "Q4_1"
     assert all(p.dtype == torch.float32 for p in model.parameters())
     # two int8 an activation in every linear layer: small models need it
-    assert all(model.get_submodule(n).wide for n in modules_of(stage, GroupLinear))
+    assert all(model.get_submodule(n).form == WIDE_GROUPS for n in modules_of(stage, GroupLinear))
     assert "int4" not in stage.kernels and "groups" in stage.kernels
 
 

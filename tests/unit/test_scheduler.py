@@ -197,6 +197,21 @@ def test_eight_sequences_keep_two_stages_busy_in_two_groups_of_four(arrive_toget
     assert set(sizes[20:80]) == {(4, 4)}
 
 
+@pytest.mark.parametrize("sequences", [2, 3])
+def test_a_few_sequences_keep_two_stages_busy_too(sequences: int) -> None:
+    scheduler = Scheduler(blocks=64, block_size=4, chunk_tokens=32, window=2, context=100)
+    stages = Stages(scheduler, 64, 4, 32)
+    for number in range(1, sequences + 1):
+        scheduler.add(Request(number, (number,), 40))
+    sizes = []
+    for _ in range(30):
+        while stages.send():
+            pass
+        sizes.append(sorted(len(step.rows) for step in stages.flight))
+        stages.receive()
+    assert sizes[10:] == [[sequences // 2, -(-sequences // 2)]] * 20
+
+
 def test_decoding_goes_on_while_a_long_prompt_is_read() -> None:
     scheduler = Scheduler(blocks=64, block_size=16, chunk_tokens=8, window=1, context=512)
     stages = Stages(scheduler, 64, 16, 8)
@@ -316,8 +331,17 @@ def test_one_who_waits_for_a_prefix_holds_up_nobody_and_outlives_its_reader() ->
         order += [s for s, _, _ in stages.receive()]
     scheduler.cancel(1)  # 48 of its tokens are there
     order += [s for s, _, _ in drain(stages)]
-    assert order.index(2) < order.index(3) or 3 in order
     assert scheduler.counts.hit_tokens >= 44 and order.count(2) == 2 and order.count(3) == 2
+
+
+def test_who_shares_nothing_is_not_held_up_by_one_who_waits_for_a_prefix() -> None:
+    scheduler = Scheduler(blocks=256, block_size=4, chunk_tokens=16, window=1, context=256)
+    stages = Stages(scheduler, 256, 4, 16)
+    begin = tuple(range(40))
+    for request in (Request(1, (*begin, 1), 2), Request(2, (*begin, 2), 2), Request(3, (50, 60), 2)):
+        scheduler.add(request)
+    order = [sequence for sequence, _, _ in drain(stages)]
+    assert order.index(3) < order.index(2), "it takes what room the last chunk of 1 leaves"
 
 
 def test_many_who_wait_for_one_prefix_cost_little_in_each_step() -> None:

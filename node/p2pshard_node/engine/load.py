@@ -17,7 +17,7 @@ from p2pshard_node.engine.build import StageModules
 from p2pshard_node.engine.embedding import QuantEmbedding
 from p2pshard_node.engine.fused.prepare import prepare
 from p2pshard_node.engine.groups.check import check_exact
-from p2pshard_node.engine.groups.linear import GroupLinear
+from p2pshard_node.engine.groups.linear import GroupLinear, is_wide
 from p2pshard_node.engine.groups.make import make_groups
 from p2pshard_node.engine.groups.matrix import GroupMatrix
 from p2pshard_node.engine.groups.repack import GroupRows
@@ -226,9 +226,8 @@ class _Loader:
         self._replace(path, made)
 
     def _linear(self, matrix: GroupMatrix, path: str, bias: object) -> GroupLinear:
-        wide = takes_two_rows(path)
-        if wide:
-            prepare(matrix.layout.name)
+        wide = is_wide(path)
+        prepare(matrix.layout.name, wide=wide)
         check_exact(matrix.layout, wide)
         return GroupLinear(matrix, cast("nn.Parameter | None", bias), wide=wide)
 

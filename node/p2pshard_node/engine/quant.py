@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 from p2pshard.errors import Internal
-from p2pshard_node.engine.fused.ends import linear
-from p2pshard_node.engine.fused.phases import TILE
-from p2pshard_node.engine.fused.product import MATRIX, ONE_ROW, TWO_ROWS
-from p2pshard_node.engine.fused.team import Work, team
+from p2pshard_node.engine.fused.product import ONE_ROW, TWO_ROWS
 from p2pshard_node.engine.fused.tiles import PANEL
 from p2pshard_node.engine.fused.vectors import LANES
+from p2pshard_node.engine.packed import PackedLinear
 
 __all__ = ["Int8Linear", "check_exact", "quantise_rows", "row_blocks", "takes_two_rows"]
 
@@ -55,7 +53,7 @@ def row_blocks(rows: int, columns: int, multiple: int = 1) -> Iterator[tuple[int
         yield first, min(first + step, rows)
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(PackedLinear):
     """In place of a ``nn.Linear``; made from a function that gives float32 rows [first, end).
 
     The weights are held once, as panels of 64 rows (see `p2pshard_node.engine.fused.tiles`), padded with zeros to
@@ -71,58 +69,28 @@ class Int8Linear(nn.Module):
         *,
         two_rows: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.bias = bias
-        self.two_rows = two_rows
-        self._width = -(-in_features // LANES) * LANES
+        width = -(-in_features // LANES) * LANES
+        super().__init__(in_features, out_features, width, bias, TWO_ROWS if two_rows else ONE_ROW)
+        self.nbytes = out_features * in_features + 4 * out_features
         panels = -(-out_features // PANEL)
         # four columns of a row are one int32; 128 is added to each of them by its highest bit
-        self._panels = torch.empty(panels, self._width // 4, PANEL, dtype=torch.int32)
+        self._panels = torch.empty(panels, width // 4, PANEL, dtype=torch.int32)
         self._scales_N = torch.zeros(panels * PANEL)
         for first, end in row_blocks(out_features, in_features, multiple=PANEL):
-            weight_NK = torch.zeros(-(-(end - first) // PANEL) * PANEL, self._width, dtype=torch.int8)
+            weight_NK = torch.zeros(-(-(end - first) // PANEL) * PANEL, width, dtype=torch.int8)
             weight_NK[: end - first, :in_features], self._scales_N[first:end] = quantise_rows(
                 rows(first, end)
             )
             fours = weight_NK.view(torch.uint8).bitwise_xor_(0x80).view(torch.int32)
             target = self._panels[first // PANEL : -(-end // PANEL)]
-            target.copy_(fours.view(-1, PANEL, self._width // 4).transpose(1, 2))
-        self._matrix: np.ndarray | None = None
-        self._bias_N: torch.Tensor | None = None
-        self._team = team(torch.get_num_threads())
+            target.copy_(fours.view(-1, PANEL, width // 4).transpose(1, 2))
 
-    @property
-    def nbytes(self) -> int:
-        """Of the weights and their scales, without padding."""
-        return self.out_features * self.in_features + 4 * self.out_features
-
-    @property
-    def matrix(self) -> np.ndarray:
-        """Where the weights lie: one `MATRIX`, valid as long as this module; once the bias has its value."""
-        if self._matrix is None:
-            bias = 0
-            if self.bias is not None:
-                self._bias_N = torch.zeros_like(self._scales_N)
-                self._bias_N[: self.out_features] = self.bias
-                bias = self._bias_N.data_ptr()
-            self._matrix = np.zeros(1, MATRIX)
-            self._matrix[0] = (
-                self._panels.data_ptr(),
-                self._scales_N.data_ptr(),
-                bias,
-                self.out_features,
-                self._width,
-                TWO_ROWS if self.two_rows else ONE_ROW,
-                0,
-                0,
-            )
-        return self._matrix
+    def _places(self) -> dict[str, int]:
+        return {"panels": self._panels.data_ptr(), "scales": self._scales_N.data_ptr()}
 
     def weight(self) -> torch.Tensor:
         """The stored values, int8 [N, K]."""
-        rows = self._panels.transpose(1, 2).contiguous().view(-1, self._width // 4).view(torch.uint8)
+        rows = self._panels.transpose(1, 2).contiguous().view(-1, self.width // 4).view(torch.uint8)
         return (rows ^ 0x80).view(torch.int8)[: self.out_features, : self.in_features]
 
     def take(self, indices: np.ndarray) -> np.ndarray:
@@ -133,21 +101,6 @@ class Int8Linear(nn.Module):
         rows: np.ndarray = values.astype(np.float32) * self._scales_N.numpy()[indices, None]
         return rows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_TK = x.detach().reshape(-1, self.in_features).contiguous()
-        if self._width != self.in_features:
-            x_TK = nn.functional.pad(x_TK, (0, self._width - self.in_features))
-        y_TN = x.new_empty(len(x_TK), self.out_features)
-        rows = min(TILE, len(x_TK)) * (1 + self.two_rows)
-        q = np.empty((rows, self._width), np.int8)
-        sums, scales = np.empty(rows, np.int32), np.empty(rows, np.float32)
-        scratches = np.empty((self._team.threads, 256), np.int32)
-        work = Work(self.out_features * self._width, 1, len(x_TK))
-        given, out = x_TK.numpy(), y_TN.numpy()
-        if not self._team.call(work, linear, given, self.matrix, out, q, sums, scales, scratches):
-            y_TN.fill_(float("nan"))
-        return y_TN.view(*x.shape[:-1], self.out_features)
-
     def reference(self, x_TK: torch.Tensor) -> torch.Tensor:
         """What `forward` gives, bit for bit, by plain int64 sums: slow, and independent of the kernels."""
         s_T1 = x_TK.abs().amax(dim=1, keepdim=True).clamp_min(1e-30)
@@ -155,7 +108,7 @@ class Int8Linear(nn.Module):
         q = torch.round(value)
         weight = self.weight().long().t()
         y_TN = (q.long() @ weight).float()
-        if self.two_rows:
+        if self.form == TWO_ROWS:
             rest = torch.round((value - q) * 254.0)
             y_TN = y_TN + (rest.long() @ weight).float() * torch.tensor(1.0 / 254.0)
         y_TN = y_TN * self._scales_N[: self.out_features] * (s_T1 / 127.0)

@@ -1,8 +1,8 @@
 """Compile kernels before they are needed, in a process of its own.
 
 Compiling takes 15 to 25 s of one core and 85 MB once on a machine, and a few seconds for each layout of grouped
-weights; a worker that finds the kernels on disk needs neither. ``python -m p2pshard_node.engine.fused.prepare
-[LAYOUT]`` does it by hand.
+weights and form of their input; a worker that finds the kernels on disk needs neither.
+``python -m p2pshard_node.engine.fused.prepare [LAYOUT narrow|wide]`` does it by hand.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _SECONDS = 600
 
 
 @cache
-def prepare(layout: str | None = None) -> None:
+def prepare(layout: str | None = None, *, wide: bool = False) -> None:
     """See that the kernels of a step, or the product of a layout of `p2pshard.models.groups`, are on disk.
 
     Where that cannot be, they are compiled here when first called; it is not tried again for each layer.
     """
-    if _mark(layout).exists():
+    asked = (layout, "wide" if wide else "narrow") if layout else ()
+    if _mark(*asked).exists():
         return
     if layout is None:
         log.info("compiling kernels for this processor, once: about 20 s")
@@ -46,7 +47,7 @@ def prepare(layout: str | None = None) -> None:
         log.info("compiling the product of %s weights for this processor, once: about 5 s", layout)
     try:
         subprocess.run(
-            [sys.executable, "-m", "p2pshard_node.engine.fused.prepare", *([layout] if layout else [])],
+            [sys.executable, "-m", "p2pshard_node.engine.fused.prepare", *asked],
             check=True,
             timeout=_SECONDS,
             stdin=subprocess.DEVNULL,
@@ -55,9 +56,9 @@ def prepare(layout: str | None = None) -> None:
         log.warning("kernels were not compiled ahead, this process does it: %s", error)
 
 
-def _mark(layout: str | None) -> Path:
+def _mark(*asked: str) -> Path:
     """Exists once they are compiled."""
-    return FOLDER / f"complete{'-' + layout if layout else ''}"
+    return FOLDER / "-".join(("complete", *asked))
 
 
 def compile_all() -> None:
@@ -90,14 +91,15 @@ def compile_all() -> None:
         make_groups(LAYOUTS[name], floats(1, GROUP))
 
 
-def main(layout: str | None) -> None:
-    if layout is None:
-        compile_all()
+def main(*asked: str) -> None:
+    if asked:
+        layout, form = asked
+        multiplier(LAYOUTS[layout], wide=form == "wide")
     else:
-        multiplier(LAYOUTS[layout], wide=True)
+        compile_all()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    _mark(layout).touch()
+    _mark(*asked).touch()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(*sys.argv[1:])

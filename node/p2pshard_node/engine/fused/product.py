@@ -37,6 +37,7 @@ __all__ = [
     "GROUPS",
     "MATRIX",
     "ONE_ROW",
+    "SCRATCH",
     "TWO_ROWS",
     "WIDE_GROUPS",
     "input_bytes",
@@ -56,6 +57,8 @@ MATRIX = np.dtype(
     ],
     align=True,
 )
+#: int32 that a thread needs beside.
+SCRATCH = 256
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
@@ -128,7 +131,7 @@ def multiply(
     """Outputs of panels [start, end), in columns from `column` on of the float32 rows `y` (`stride` apart): the
     product with rows of `quantise`.
 
-    `scratch`: int32 [256].
+    `scratch`: int32 [`SCRATCH`].
     """
     if matrix.form >= GROUPS:
         end = min(end, panels_of(matrix))
@@ -139,22 +142,27 @@ def multiply(
         return
     width, outputs, wide = matrix.inputs, min(matrix.outputs, end * PANEL), matrix.form
     rows = tokens * (1 + wide)
+    # Of several tiles all but the first find the panel in the cache. So that the memory works meanwhile, each brings an
+    # equal part of the next panel.
+    pace = PANEL * 4 // ((rows + 3) // 4)
     address, work = q.ctypes.data, scratch.ctypes.data
     for first in range(start * PANEL, outputs, PANEL):
         panel = matrix.panels + first * width
+        ahead = panel + PANEL * width
         count = min(PANEL, outputs - first)
         row = 0
         while row < rows:
             place = address + row * width
             if rows - row >= 4:
                 step = 4
-                tile4(place, width, panel, width // 4, work)
+                tile4(place, width, panel, width // 4, work, ahead, pace)
             elif rows - row >= 2:
                 step = 2
-                tile2(place, width, panel, width // 4, work)
+                tile2(place, width, panel, width // 4, work, ahead, pace)
             else:
                 step = 1
-                tile1(place, width, panel, width // 4, work)
+                tile1(place, width, panel, width // 4, work, ahead, pace)
+            ahead += width // 4 * pace
             for i in range(0, step, 1 + wide):
                 token = (row + i) // (1 + wide)
                 target = token * stride + column + first

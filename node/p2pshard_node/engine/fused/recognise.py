@@ -30,12 +30,12 @@ from p2pshard_node.engine.fused.runner import Embedding, FusedStage, Head
 from p2pshard_node.engine.fused.structure import (
     LayerParts,
     NormParts,
-    QuantLinear,
     Unrecognised,
     describe,
     norm_parts,
 )
 from p2pshard_node.engine.kv import KvPool
+from p2pshard_node.engine.packed import PackedLinear
 from p2pshard_node.engine.placement import Placement
 
 __all__ = ["PROBE", "recognise"]
@@ -265,7 +265,7 @@ def _embedding(modules: StageModules, given: np.ndarray, seen: _Seen) -> Embeddi
 
 def _head(modules: StageModules, stage: FusedStage, seen: _Seen) -> Head:
     linear, norm = modules.model.lm_head, norm_parts(modules.base.norm.norm)
-    if not isinstance(linear, QuantLinear):
+    if not isinstance(linear, PackedLinear):
         raise Unrecognised("a head that is not quantised")
     table = np.zeros(1, NORM)
     table[0] = _norm(norm)

@@ -12,7 +12,7 @@ from p2pshard_node.engine.embedding import Table
 from p2pshard_node.engine.fused import ends
 from p2pshard_node.engine.fused.layers import run_layers, state_size
 from p2pshard_node.engine.fused.phases import TILE
-from p2pshard_node.engine.fused.product import TWO_ROWS, WIDE_GROUPS, input_bytes
+from p2pshard_node.engine.fused.product import SCRATCH, TWO_ROWS, WIDE_GROUPS, input_bytes
 from p2pshard_node.engine.fused.rotary import angles
 from p2pshard_node.engine.fused.team import Work, team
 from p2pshard_node.engine.fused.vectors import LANES
@@ -74,7 +74,7 @@ class FusedStage:
         self._team = team(torch.get_num_threads())
         ranks = self._team.threads
         self._works = np.empty((ranks, across), np.float32)
-        self._scratches = np.empty((ranks, 256), np.int32)
+        self._scratches = np.empty((ranks, SCRATCH), np.int32)
         group = int((layers["heads"] // layers["shared"]).max())
         self._states = np.empty((ranks, state_size(group)), np.float32)
         self._blocks = np.empty((ranks, 8), np.int64)

@@ -16,14 +16,9 @@ from torch import nn
 from p2pshard_node.engine.fused.gate import GELU_TANH, SILU
 from p2pshard_node.engine.fused.norm import LAYER_NORM, RMS
 from p2pshard_node.engine.fused.vectors import LANES
-from p2pshard_node.engine.groups.linear import GroupLinear
-from p2pshard_node.engine.quant import Int8Linear
+from p2pshard_node.engine.packed import PackedLinear
 
-__all__ = ["LayerParts", "NormParts", "QuantLinear", "Unrecognised", "describe", "norm_parts"]
-
-
-QuantLinear = Int8Linear | GroupLinear
-"""Both give a `matrix`."""
+__all__ = ["LayerParts", "NormParts", "Unrecognised", "describe", "norm_parts"]
 
 
 class Unrecognised(Exception):
@@ -41,12 +36,12 @@ class NormParts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    attention_in: tuple[QuantLinear, ...]
+    attention_in: tuple[PackedLinear, ...]
     """Query, key and value, or all in one."""
-    attention_out: QuantLinear
-    mlp_in: tuple[QuantLinear, ...]
+    attention_out: PackedLinear
+    mlp_in: tuple[PackedLinear, ...]
     """Gate and up, or both in one."""
-    mlp_out: QuantLinear
+    mlp_out: PackedLinear
     norms: tuple[NormParts | None, ...]
     """In the order of `p2pshard_node.engine.fused.layers.NORMS`."""
     parallel: bool
@@ -113,17 +108,17 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _sizes(linear: QuantLinear) -> tuple[int, int]:
+def _sizes(linear: PackedLinear) -> tuple[int, int]:
     return linear.out_features, linear.in_features
 
 
 def _linears(
     owner: nn.Module, parts: dict[str, nn.Module], ways: tuple[tuple[str, ...], ...], last: str
-) -> list[QuantLinear]:
+) -> list[PackedLinear]:
     for names in ways:
         if set(parts) == {*names, last}:
             linears = [parts[name] for name in (*names, last)]
-            if all(isinstance(linear, QuantLinear) for linear in linears):
+            if all(isinstance(linear, PackedLinear) for linear in linears):
                 return linears  # type: ignore[return-value]
     raise Unrecognised(f"{type(owner).__name__} has {', '.join(sorted(parts)) or 'no layers'}")
 

@@ -53,13 +53,27 @@ def _dot(builder: Any, so_far: Any, weight: Any, value: Any) -> Any:
     return so_far
 
 
+def _prefetch(builder: Any, pointer: Any) -> None:
+    """Into the second level of the cache and up: never an error, whatever the address."""
+    module, name = builder.module, "llvm.prefetch.p0i8"
+    function = module.globals.get(name) or ir.Function(
+        module, ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32]), name
+    )
+    builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 2, 1))])
+
+
 def _tile(rows: int) -> Any:
     @intrinsic
-    def tile(typing: Any, values: Any, stride: Any, panel: Any, steps: Any, sums: Any) -> Any:
-        """`rows` rows at address `values` (`stride` bytes apart) times the panel: int32 [rows, 64] to `sums`."""
+    def tile(
+        typing: Any, values: Any, stride: Any, panel: Any, steps: Any, sums: Any, ahead: Any, pace: Any
+    ) -> Any:
+        """`rows` rows at address `values` (`stride` bytes apart) times the panel: int32 [rows, 64] to `sums`.
+
+        Meanwhile asks the memory for what lies from `ahead` on, `pace` bytes with each of the `steps`.
+        """
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            values, stride, panel, steps, sums = args
+            values, stride, panel, steps, sums, ahead, pace = args
             function, before = builder.function, builder.block
             loop, end = function.append_basic_block("columns"), function.append_basic_block("write")
 
@@ -76,6 +90,9 @@ def _tile(rows: int) -> Any:
             index.add_incoming(ir.Constant(I64, 0), before)
             so_far = [[builder.phi(INTS) for _ in range(4)] for _ in range(rows)]
             place = builder.add(panel, builder.shl(index, ir.Constant(I64, 8)))
+            asked = builder.add(ahead, builder.mul(index, pace))
+            for line in range(2):
+                _prefetch(builder, at(plus(asked, 64 * line), I8))
             weights = []
             for i in range(4):
                 weight = builder.load(at(plus(place, 64 * i), _BYTES))
@@ -102,7 +119,7 @@ def _tile(rows: int) -> Any:
                     builder.store(result, at(plus(sums, (row * 4 + i) * 64), INTS)).align = 4
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 5), generate
+        return types.void(*[types.intp] * 7), generate
 
     return tile
 
