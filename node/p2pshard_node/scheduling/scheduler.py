@@ -30,6 +30,9 @@ from p2pshard_node.scheduling.step import Advance, Changes, Counts, Request, Ste
 
 __all__ = ["Scheduler"]
 
+MIN_GROUP = 2
+"""Decode rows that share a step before another is opened for more: a weight's bytes are what one row waits for, so two
+cost about as much, and where stages share a machine's memory, two groups of one took half as long again as one of two."""
 SHARED_CHUNK = 64
 """Prompt tokens of a step while other sequences wait for their next token: it comes no later than so many tokens take
 on each stage. Kernels take prompts in tiles of as many, so that larger steps would hardly be faster."""
@@ -212,9 +215,9 @@ class Scheduler:
         return step
 
     def _decode_rows(self, keep: int) -> tuple[StepRow, ...]:
-        """The next group: as many groups as stages can work on at once, whatever their size, so that no stage waits."""
+        """The next group: as many as stages can work on at once, none below `MIN_GROUP` by choice."""
         decoding = len(self._running) - len(self._prefill)
-        groups = max(1, min(self.window, decoding))
+        groups = max(1, min(self.window, decoding // MIN_GROUP))
         if len(self._decode_steps) >= groups:
             return ()  # those that are ready wait for a group to return, and share the next step
         group = min(
