@@ -200,6 +200,9 @@ class _Loader:
         for n in shape:
             size *= n
         self.done += size
+        self._tell()
+
+    def _tell(self) -> None:
         self.progress(min(self.done, self.total), self.total)
 
     def _quantise(
@@ -227,7 +230,7 @@ class _Loader:
 
     def _linear(self, matrix: GroupMatrix, path: str, bias: object) -> GroupLinear:
         wide = is_wide(path)
-        prepare(matrix.layout.name, wide=wide)
+        prepare(matrix.layout.name, wide=wide, alive=self._tell)
         check_exact(matrix.layout, wide)
         return GroupLinear(matrix, cast("nn.Parameter | None", bias), wide=wide)
 

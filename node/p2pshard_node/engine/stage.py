@@ -164,7 +164,7 @@ class StageModel:
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
         if dtype in ("int8", "int4"):
-            prepare()
+            prepare(alive=lambda: progress(0, 1) if progress else None)
         with returned_at_once():
             load_weights(
                 modules,

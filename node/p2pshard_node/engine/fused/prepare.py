@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from functools import cache
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,31 +30,51 @@ __all__ = ["compile_all", "prepare"]
 
 log = logging.getLogger(__name__)
 
-_SECONDS = 600
+_SECONDS = 600.0
+_PULSE_S = 10.0
+_tried: set[tuple[str, ...]] = set()
 
 
-@cache
-def prepare(layout: str | None = None, *, wide: bool = False) -> None:
+def prepare(
+    layout: str | None = None, *, wide: bool = False, alive: Callable[[], None] = lambda: None
+) -> None:
     """See that the kernels of a step, or the product of a layout of `p2pshard.models.groups`, are on disk.
 
-    Where that cannot be, they are compiled here when first called; it is not tried again for each layer.
+    Where that cannot be, they are compiled here when first called; it is not tried again for each layer. ``alive()`` is
+    called now and then meanwhile: a slow processor takes minutes.
     """
     asked = (layout, "wide" if wide else "narrow") if layout else ()
-    if _mark(*asked).exists():
+    if asked in _tried or _mark(*asked).exists():
         return
+    _tried.add(asked)
     if layout is None:
         log.info("compiling kernels for this processor, once: about 20 s")
     else:
         log.info("compiling the product of %s weights for this processor, once: about 5 s", layout)
     try:
-        subprocess.run(
-            [sys.executable, "-m", "p2pshard_node.engine.fused.prepare", *asked],
-            check=True,
-            timeout=_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
+        _run([sys.executable, "-m", "p2pshard_node.engine.fused.prepare", *asked], alive)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("kernels were not compiled ahead, this process does it: %s", error)
+
+
+def _run(command: list[str], alive: Callable[[], None]) -> None:
+    """Raises `OSError` or `subprocess.SubprocessError` unless it ends well within `_SECONDS`."""
+    end = time.monotonic() + _SECONDS
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=_PULSE_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > end:
+                        raise
+                    alive()
+        except BaseException:
+            process.kill()
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _mark(*asked: str) -> Path:
