@@ -90,3 +90,12 @@ async def test_what_nobody_takes_is_given_up(
     told.put(event("lost"))
     await come_true(lambda: coordinator.heard)
     assert coordinator.heard == [("d", "lost", 1)]
+
+
+async def test_nothing_is_told_after_the_stop(told: Reports, coordinator: Coordinator) -> None:
+    told.put(event("not_ready"))
+    await told.stop()
+    told.put(event("lost"))
+    coordinator.there = True
+    await asyncio.sleep(0.3)
+    assert not coordinator.heard and not told._outboxes

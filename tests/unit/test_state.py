@@ -105,6 +105,13 @@ def test_a_row_that_is_not_well_formed_is_left_out(path: Path, change: dict[str,
     assert len(table.merge([bad, row("other", version=1, writer="b")])) == 1
 
 
+@pytest.mark.parametrize("what", ["superseded", "plan"])
+def test_a_row_whose_epochs_leave_no_number_above_them_is_left_out(path: Path, what: str) -> None:
+    bad = row(version=1, writer="b")
+    (bad.superseded if what == "superseded" else bad.plan.epoch).n = 2**63
+    assert Deployments(path, "a").merge([bad]) == []
+
+
 def test_find_takes_the_wanted_and_ready_one_of_a_name(path: Path) -> None:
     table = Deployments(path, "a")
     first, second = row("m"), row("m")

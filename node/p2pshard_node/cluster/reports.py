@@ -41,10 +41,13 @@ class Reports:
         self._send = send
         self._outboxes: dict[str, Outbox] = {}
         """By deployment, while there is something to tell."""
+        self._stopped = False
 
     def put(self, event: pb.StageEvent) -> None:
         """Tell it after what was put before, of which only losses of the same epoch still matter: a stage that is ready
         now is ready, whatever kept it from that a moment ago."""
+        if self._stopped:
+            return
         box = self._outboxes.setdefault(event.deployment, Outbox())
         lost = [e for e in box.waiting if e[0].kind == "lost" and e[0].epoch == event.epoch]
         box.waiting = [*lost, (event, time.monotonic() + KEPT_S)]
@@ -54,7 +57,8 @@ class Reports:
             box.task.add_done_callback(lambda t, d=event.deployment: self._ended(d, t))  # type: ignore[misc]
 
     async def stop(self) -> None:
-        """What has not been told is dropped."""
+        """What has not been told is dropped, and what comes later too."""
+        self._stopped = True
         tasks = [box.task for box in self._outboxes.values() if box.task is not None]
         for task in tasks:
             task.cancel()

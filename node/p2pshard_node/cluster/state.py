@@ -129,9 +129,10 @@ class Deployments:
 
 def _check(row: pb.Deployment) -> None:
     checked_name(row.id)
-    if row.state not in STATES or row.version > MAX_VERSION or row.id != deployment_id(row.manifest):
+    highest = max(row.version, row.superseded.n, row.plan.epoch.n)
+    if row.state not in STATES or highest > MAX_VERSION or row.id != deployment_id(row.manifest):
         raise InvalidRequest(
-            f"deployment {row.id} has state {row.state[:20]!r}, version {row.version}, or another model's id"
+            f"deployment {row.id} has state {row.state[:20]!r}, version or epoch {highest}, or another model's id"
         )
     try:
         Settings.from_json(row.settings_json)
