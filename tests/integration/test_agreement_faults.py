@@ -153,6 +153,7 @@ def stop_with_all_prepared(agreement: Agreement) -> None:
     agreement.until_prepared(3)
 
 
+@pytest.mark.slow
 def test_killed_after_all_prepares(agreement: Agreement) -> None:
     stop_with_all_prepared(agreement)
     agreement.coordinator.kill()

@@ -60,6 +60,7 @@ def test_stream_chat(nodes: LocalNodes, model: str) -> None:
     assert len(out) > 2
 
 
+@pytest.mark.slow
 def test_add_a_device(nodes: LocalNodes, model: str) -> None:
     nodes.start("two")
     out = example(nodes, "add_a_device.py", model, "--nodes", "2", "--timeout", "60")
