@@ -238,6 +238,7 @@ def test_a_worker_of_an_earlier_epoch_says_nothing_of_the_one_that_is_promised(t
     one._loaded_epochs["d"] = Epoch(1, ME)
     one.worker_event("d", {"ev": "edge_lost", "stage": 0, "error": {}})
     assert [(r.kind, r.epoch.n) for r in reports] == [("lost", 1)]
+    assert not one._ledger.get("d").prepared, "a successor does not take it for one that serves"
     one._ledger.put(agreement.prepare(one._ledger.get("d"), Epoch(2, ME), plan(2), plan(2).digest(), 0.0))
     one.worker_event("d", {"ev": "exit", "reason": "killed"})
     assert len(reports) == 1

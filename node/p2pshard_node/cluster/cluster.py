@@ -626,12 +626,7 @@ class Cluster:
                     known.insert(0, request.holder)
                     del known[HOLDER_LIMIT:]
             key = deployment_id(request.manifest)
-            existing = self.table.get(key)
-            if (
-                existing is not None
-                and existing.wanted
-                and settings_satisfied(request.settings_json, existing.settings_json)
-            ):
+            if (existing := self._serving(key, request)) is not None:
                 return pb.WantReply(deployment=existing)
             # A dry run first: what cannot fit is refused before anything of it is loaded or kept.
             await self.planner.plan(
@@ -641,6 +636,8 @@ class Cluster:
                 Epoch(0, self._identity.id),
                 self._holders_of(request.manifest),
             )
+            if (existing := self._serving(key, request)) is not None:  # another asked for it meanwhile
+                return pb.WantReply(deployment=existing)
             row = pb.Deployment(
                 id=key,
                 model=request.model,
@@ -658,6 +655,13 @@ class Cluster:
             return pb.WantReply(deployment=kept)
         except P2PShardError as error:
             return pb.WantReply(error=error_to_proto(error))
+
+    def _serving(self, key: str, request: pb.WantDeployment) -> pb.Deployment | None:
+        """The wanted deployment that is what the request asks for."""
+        row = self.table.get(key)
+        if row is None or not row.wanted or not settings_satisfied(request.settings_json, row.settings_json):
+            return None
+        return row
 
     async def undeploy(self, model: str) -> None:
         """No node wants the model any more; its workers end. Raises `ModelNotFound`."""

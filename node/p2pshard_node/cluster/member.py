@@ -452,6 +452,9 @@ class Member:
             case "edge_lost":
                 at = int(event.get("stage", index))
                 error = from_wire(event.get("error") or {})
+                # The epoch is over, though its worker lives: nobody may count on it any more.
+                self._ready.pop(deployment, None)
+                self._ledger.put(agreement.unloaded(record))
                 self._send(deployment, "lost", at if 0 <= at < len(record.plan.stages) else index, error)
             case "fatal" | "exit" as kind:
                 self._ready.pop(deployment, None)
