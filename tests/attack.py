@@ -17,7 +17,7 @@ from p2pshard_node.worker.edges import EDGE_METHOD
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.channels import EOF, make_channel, raw_stream
 from p2pshard.transport.frames import Frame, Hello, RowHeader, SampledToken, encode
-from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard.transport.generated import generate_pb2
 from tests.worker_lab import DEPLOYMENT
 
 _A_CONNECTION = 400
@@ -63,7 +63,7 @@ def _frames(plan: Plan) -> list[bytes]:
 
 
 def _commands(plan: Plan) -> list[bytes]:
-    epoch = plan_pb2.Epoch(n=plan.epoch.n, proposer=plan.epoch.proposer)
+    epoch = plan.epoch.to_proto()
     hello = generate_pb2.DriverHello(epoch=epoch, plan_digest="../" + plan.digest(), deployment=DEPLOYMENT)
     submit = generate_pb2.Submit(request="../x", prompt_ids=[2**31], max_tokens=2**31)
     return [

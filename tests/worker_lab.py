@@ -22,7 +22,7 @@ from p2pshard_node.worker.protocol import ControlChannel
 from p2pshard.models.layout import needed_tensors
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.transport.channels import EOF, make_channel, raw_stream
-from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard.transport.generated import generate_pb2
 
 DEPLOYMENT = "dep-1"
 
@@ -254,7 +254,7 @@ class Gateway:
 
     async def hello(self, **change: Any) -> generate_pb2.DriverEvent:
         hello = generate_pb2.DriverHello(
-            epoch=plan_pb2.Epoch(n=self.plan.epoch.n, proposer=self.plan.epoch.proposer),
+            epoch=self.plan.epoch.to_proto(),
             plan_digest=self.plan.digest(),
             deployment=DEPLOYMENT,
             gateway="gw",

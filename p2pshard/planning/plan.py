@@ -30,6 +30,14 @@ class Epoch:
     proposer: str
     """Node id of the coordinator that proposed it."""
 
+    @classmethod
+    def from_proto(cls, message: plan_pb2.Epoch) -> Epoch:
+        """One that is not set is (0, "")."""
+        return cls(message.n, message.proposer)
+
+    def to_proto(self) -> plan_pb2.Epoch:
+        return plan_pb2.Epoch(n=self.n, proposer=self.proposer)
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -221,7 +229,7 @@ class Plan:
                 )
                 for replica in self.replicas
             ],
-            epoch=plan_pb2.Epoch(n=self.epoch.n, proposer=self.epoch.proposer),
+            epoch=self.epoch.to_proto(),
             **{k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("replicas", "epoch")},
         )
 
@@ -257,7 +265,7 @@ class Plan:
                 )
                 for replica in message.replicas
             ),
-            epoch=Epoch(message.epoch.n, message.epoch.proposer),
+            epoch=Epoch.from_proto(message.epoch),
             **{k: getattr(message, k) for k in cls.__dataclass_fields__ if k not in ("replicas", "epoch")},
         )
         plan.check()

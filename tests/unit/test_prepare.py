@@ -28,7 +28,7 @@ def test_it_does_not_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_fails_is_a_warning_and_tried_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prepare, "_tried", set())
+    monkeypatch.setattr(prepare, "_seen_to", set())
     for _ in range(3):
         prepare.prepare("no layout")
     assert len([r for r in caplog.records if "not compiled ahead" in r.message]) == 1

@@ -198,7 +198,7 @@ def test_eight_sequences_keep_two_stages_busy_in_two_groups_of_four(arrive_toget
 
 
 @pytest.mark.parametrize(("sequences", "groups"), [(2, [2]), (3, [3]), (4, [2, 2]), (5, [2, 3])])
-def test_a_few_sequences_keep_two_stages_busy_too(sequences: int, groups: list[int]) -> None:
+def test_a_second_group_opens_from_four_sequences_on(sequences: int, groups: list[int]) -> None:
     scheduler = Scheduler(blocks=64, block_size=4, chunk_tokens=32, window=2, context=100)
     stages = Stages(scheduler, 64, 4, 32)
     for number in range(1, sequences + 1):
@@ -319,12 +319,18 @@ def test_an_answer_is_part_of_the_next_prompt() -> None:
     assert scheduler.counts.hit_tokens == 36  # 39 positions were computed: nine blocks
 
 
-def test_one_who_waits_for_a_prefix_holds_up_nobody_and_outlives_its_reader() -> None:
+def two_that_begin_alike_and_another(common: int) -> tuple[Scheduler, Stages]:
+    """1 and 2 share their first tokens, 3 none."""
     scheduler = Scheduler(blocks=256, block_size=4, chunk_tokens=16, window=1, context=256)
     stages = Stages(scheduler, 256, 4, 16)
-    begin = tuple(range(96))
+    begin = tuple(range(common))
     for request in (Request(1, (*begin, 1), 2), Request(2, (*begin, 2), 2), Request(3, (50, 60), 2)):
         scheduler.add(request)
+    return scheduler, stages
+
+
+def test_one_who_waits_for_a_prefix_holds_up_nobody_and_outlives_its_reader() -> None:
+    scheduler, stages = two_that_begin_alike_and_another(96)
     order: list[int] = []
     for _ in range(3):
         stages.send()
@@ -335,11 +341,7 @@ def test_one_who_waits_for_a_prefix_holds_up_nobody_and_outlives_its_reader() ->
 
 
 def test_who_shares_nothing_is_not_held_up_by_one_who_waits_for_a_prefix() -> None:
-    scheduler = Scheduler(blocks=256, block_size=4, chunk_tokens=16, window=1, context=256)
-    stages = Stages(scheduler, 256, 4, 16)
-    begin = tuple(range(40))
-    for request in (Request(1, (*begin, 1), 2), Request(2, (*begin, 2), 2), Request(3, (50, 60), 2)):
-        scheduler.add(request)
+    _, stages = two_that_begin_alike_and_another(40)
     order = [sequence for sequence, _, _ in drain(stages)]
     assert order.index(3) < order.index(2), "it takes what room the last chunk of 1 leaves"
 

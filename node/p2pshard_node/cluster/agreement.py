@@ -23,7 +23,6 @@ from typing import Any
 from p2pshard.errors import Conflict, InvalidRequest, NotReady, ProtocolError
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.generated import control_pb2 as pb
-from p2pshard.transport.generated import plan_pb2
 
 from ..json_files import JsonFiles, read_json
 
@@ -275,9 +274,9 @@ def _from_json(deployment: str, value: Mapping[str, Any]) -> Record:
 def report_to_proto(record: Record, endpoints: list[pb.StageEndpoint]) -> pb.EpochReport:
     """What this member answers to `Cluster.Epochs`."""
     return pb.EpochReport(
-        active=_epoch(record.active),
+        active=record.active.to_proto(),
         active_digest=record.active_digest,
-        promised=_epoch(record.promised),
+        promised=record.promised.to_proto(),
         promised_digest=record.promised_digest,
         promised_plan=record.plan.to_proto() if record.plan is not None else None,
         endpoints=endpoints,
@@ -289,12 +288,8 @@ def report_from_proto(message: pb.EpochReport) -> Report:
     """Raises `ProtocolError` for a plan that is none."""
     plan = Plan.from_proto(message.promised_plan) if message.HasField("promised_plan") else None
     return Report(
-        Epoch(message.promised.n, message.promised.proposer),
-        Epoch(message.active.n, message.active.proposer),
+        Epoch.from_proto(message.promised),
+        Epoch.from_proto(message.active),
         message.prepared,
         plan,
     )
-
-
-def _epoch(epoch: Epoch) -> plan_pb2.Epoch:
-    return plan_pb2.Epoch(n=epoch.n, proposer=epoch.proposer)

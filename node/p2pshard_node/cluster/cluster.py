@@ -30,6 +30,7 @@ from p2pshard.transport.generated import plan_pb2
 from ..identity import Identity
 from ..rounds import Rounds
 from ..supervisor import Supervisor
+from ..tasks import failure_of
 from ..threads import in_thread
 from . import leader
 from .agreement import Ledger
@@ -139,8 +140,7 @@ class Cluster:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("%s failed", task.get_name(), exc_info=task.exception())
+        failure_of(task, _log, f"{task.get_name()} failed")
 
     async def _tick(self) -> None:
         second = 0.0
@@ -492,14 +492,8 @@ class Cluster:
         """Want a deployment and yield ``{state, reason, model, plan, progress}`` until it is ready. Raises why it is not."""
         settings = Settings.from_json(settings_json)
         name, digest = await self._resolve(model_ref, local_client)
-        existing = self.table.get(deployment_id(digest))
-        if (
-            existing is not None
-            and existing.wanted
-            and settings_satisfied(settings_json, existing.settings_json)
-        ):
-            row = existing
-        else:
+        row = self._satisfying(digest, settings_json)
+        if row is None:
             row = await self._want_at_coordinator(
                 pb.WantDeployment(
                     model=name,
@@ -625,8 +619,7 @@ class Cluster:
                 if request.holder not in known:
                     known.insert(0, request.holder)
                     del known[HOLDER_LIMIT:]
-            key = deployment_id(request.manifest)
-            if (existing := self._serving(key, request)) is not None:
+            if (existing := self._satisfying(request.manifest, request.settings_json)) is not None:
                 return pb.WantReply(deployment=existing)
             # A dry run first: what cannot fit is refused before anything of it is loaded or kept.
             await self.planner.plan(
@@ -636,8 +629,9 @@ class Cluster:
                 Epoch(0, self._identity.id),
                 self._holders_of(request.manifest),
             )
-            if (existing := self._serving(key, request)) is not None:  # another asked for it meanwhile
-                return pb.WantReply(deployment=existing)
+            if (existing := self._satisfying(request.manifest, request.settings_json)) is not None:
+                return pb.WantReply(deployment=existing)  # another asked for it meanwhile
+            key = deployment_id(request.manifest)
             row = pb.Deployment(
                 id=key,
                 model=request.model,
@@ -656,10 +650,10 @@ class Cluster:
         except P2PShardError as error:
             return pb.WantReply(error=error_to_proto(error))
 
-    def _serving(self, key: str, request: pb.WantDeployment) -> pb.Deployment | None:
-        """The wanted deployment that is what the request asks for."""
-        row = self.table.get(key)
-        if row is None or not row.wanted or not settings_satisfied(request.settings_json, row.settings_json):
+    def _satisfying(self, manifest: str, settings_json: str) -> pb.Deployment | None:
+        """The wanted deployment of a model if it is what is asked for."""
+        row = self.table.get(deployment_id(manifest))
+        if row is None or not row.wanted or not settings_satisfied(settings_json, row.settings_json):
             return None
         return row
 
@@ -692,7 +686,7 @@ def _superseded(row: pb.Deployment | None) -> plan_pb2.Epoch | None:
     """The epoch that must not come back once something else is wanted: its stages may still be loaded somewhere."""
     if row is None:
         return None
-    return max(row.superseded, row.plan.epoch, key=lambda epoch: (epoch.n, epoch.proposer))
+    return max(Epoch.from_proto(row.superseded), Epoch.from_proto(row.plan.epoch)).to_proto()
 
 
 def _refusal(row: pb.Deployment) -> P2PShardError:

@@ -32,10 +32,10 @@ from p2pshard.errors import (
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
-from p2pshard.transport.generated import plan_pb2
 from p2pshard.transport.grpc_errors import fitted
 
 from ..rounds import Rounds
+from ..tasks import failure_of
 from . import agreement
 from .member import Member, error_to_proto, lost_stage, proto_to_error
 from .peers import Peers
@@ -194,8 +194,7 @@ class Coordinator:
                     break
 
     def _verified(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("what is ready was not verified", exc_info=task.exception())
+        failure_of(task, _log, "what is ready was not verified")
 
     def _cancel(self, deployment: str) -> None:
         attempt = self._attempts.get(deployment)
@@ -205,9 +204,8 @@ class Coordinator:
     def _ended(self, deployment: str, attempt: Attempt, task: asyncio.Task[None]) -> None:
         if self._attempts.get(deployment) is attempt:
             del self._attempts[deployment]
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("an attempt failed unexpectedly", exc_info=task.exception())
-            self._fail(deployment, Internal(f"{task.exception()!r}"))
+        if (error := failure_of(task, _log, "an attempt failed unexpectedly")) is not None:
+            self._fail(deployment, Internal(repr(error)))
         self.wake()
 
     def wish_changed(self, deployment: str) -> None:
@@ -225,7 +223,7 @@ class Coordinator:
         row = self._table.get(event.deployment)
         if row is None:
             return
-        epoch = _read(event.epoch)
+        epoch = Epoch.from_proto(event.epoch)
         attempt = self._attempts.get(event.deployment)
         if attempt is not None and attempt.epoch == epoch:
             if event.kind == "ready":
@@ -237,7 +235,7 @@ class Coordinator:
             elif event.kind == "lost":
                 attempt.fail(proto_to_error(event.error))
             return
-        current = _read(row.plan.epoch)
+        current = Epoch.from_proto(row.plan.epoch)
         if row.wanted and row.state == "ready" and epoch == current and event.kind in ("lost", "not_ready"):
             self._broken(row, proto_to_error(event.error), epoch)
 
@@ -311,7 +309,7 @@ class Coordinator:
         proposal: Proposal | None = None
         try:
             reports, endpoints = await self._ask(deployment)
-            spoilt = max(_read(row.superseded), self._spoilt.get(deployment, agreement.ZERO))
+            spoilt = max(Epoch.from_proto(row.superseded), self._spoilt.get(deployment, agreement.ZERO))
             choice = agreement.decide(reports, spoilt=spoilt)
             if isinstance(choice, agreement.Resend):
                 _log.info("sending the commit of epoch %s again model=%s", choice.plan.epoch.n, row.model)
@@ -408,7 +406,7 @@ class Coordinator:
         plan = proposal.plan
         request = pb.PrepareRequest(
             deployment=row.id,
-            epoch=_epoch(plan.epoch),
+            epoch=plan.epoch.to_proto(),
             digest=plan.digest(),
             plan=plan.to_proto(),
             lease_s=agreement.LEASE_S,
@@ -459,7 +457,7 @@ class Coordinator:
     async def _commit(self, deployment: str, proposal: Proposal, endpoints: list[pb.StageEndpoint]) -> None:
         request = pb.CommitRequest(
             deployment=deployment,
-            epoch=_epoch(proposal.plan.epoch),
+            epoch=proposal.plan.epoch.to_proto(),
             digest=proposal.plan.digest(),
             endpoints=endpoints,
         )
@@ -511,7 +509,7 @@ class Coordinator:
         """Tell every member of a failed proposal to drop what it prepared; leases do it where this does not arrive."""
         if proposal is None:
             return
-        request = pb.AbortRequest(deployment=deployment, epoch=_epoch(proposal.plan.epoch))
+        request = pb.AbortRequest(deployment=deployment, epoch=proposal.plan.epoch.to_proto())
 
         async def one(node: str) -> None:
             if node == self._peers.id:
@@ -538,11 +536,3 @@ def _at(name: str, error: P2PShardError) -> P2PShardError:
     error.message = f"node {name}: {error.message}"
     error.args = (error.message,)
     return error
-
-
-def _epoch(epoch: Epoch) -> plan_pb2.Epoch:
-    return plan_pb2.Epoch(n=epoch.n, proposer=epoch.proposer)
-
-
-def _read(epoch: plan_pb2.Epoch) -> Epoch:
-    return Epoch(epoch.n, epoch.proposer)

@@ -24,7 +24,7 @@ from p2pshard.json_text import parse_json
 from p2pshard.models.layout import needed_tensors
 from p2pshard.planning.plan import Epoch, Plan, Stage
 from p2pshard.transport.generated import control_pb2 as pb
-from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard.transport.generated import generate_pb2
 
 from ..supervisor import Supervisor, Worker
 from ..threads import in_thread
@@ -133,7 +133,7 @@ class Member:
     ) -> asyncio.Task[pb.StageEndpoint]:
         deployment = agreement.checked_name(request.deployment)
         plan = Plan.from_proto(request.plan)
-        epoch = Epoch(request.epoch.n, request.epoch.proposer)
+        epoch = Epoch.from_proto(request.epoch)
         leader = self._followed()
         if leader and leader != epoch.proposer and leader in self._peers.member_ids():
             raise Conflict(
@@ -304,7 +304,7 @@ class Member:
     async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """Start serving the epoch; as often as asked."""
         try:
-            epoch = Epoch(request.epoch.n, request.epoch.proposer)
+            epoch = Epoch.from_proto(request.epoch)
             record, changed = agreement.commit(self._ledger.get(request.deployment), epoch, request.digest)
             assert record.plan is not None, "what is loaded has a plan"
             plan = record.plan.measured((e.numerics, e.fingerprint) for e in request.endpoints)
@@ -344,7 +344,7 @@ class Member:
 
     async def abort(self, request: pb.AbortRequest) -> None:
         """Drop an epoch that was prepared and not committed."""
-        await self.drop(request.deployment, Epoch(request.epoch.n, request.epoch.proposer))
+        await self.drop(request.deployment, Epoch.from_proto(request.epoch))
 
     async def drop(self, deployment: str, epoch: Epoch) -> None:
         """As `abort`; what is committed stays."""
@@ -374,7 +374,9 @@ class Member:
 
     async def _end(self, deployment: str, epoch: Epoch) -> None:
         """End the worker of an epoch and let go of its tensors, unless a later load has them in use meanwhile."""
-        self._ledger.put(agreement.unloaded(self._ledger.get(deployment)))
+        record = self._ledger.get(deployment)
+        if record.prepared:  # of a deployment that was never here none is put
+            self._ledger.put(agreement.unloaded(record))
         await self._supervisor.stop(deployment)
         if self._ledger.get(deployment).promised == epoch:
             self._release(deployment)
@@ -387,7 +389,7 @@ class Member:
         if not row.HasField("plan") or row.state != "ready":
             return False
         nodes = {r.node for replica in row.plan.replicas for s in replica.stages for r in s.ranks}
-        epoch = Epoch(row.plan.epoch.n, row.plan.epoch.proposer)
+        epoch = Epoch.from_proto(row.plan.epoch)
         return self._peers.id not in nodes and epoch > self._ledger.get(row.id).promised
 
     async def epochs(self, deployment: str) -> pb.EpochReport:
@@ -408,7 +410,7 @@ class Member:
         now = time.monotonic()
         coordinated = self._followed() in self._peers.member_ids()
         awaited = {
-            (row.id, Epoch(row.plan.epoch.n, row.plan.epoch.proposer))
+            (row.id, Epoch.from_proto(row.plan.epoch))
             for row in rows
             if coordinated and row.wanted and row.state == "loading"
         }
@@ -476,7 +478,7 @@ class Member:
         self._report(
             pb.StageEvent(
                 deployment=deployment,
-                epoch=plan_pb2.Epoch(n=record.promised.n, proposer=record.promised.proposer),
+                epoch=record.promised.to_proto(),
                 stage=self._own_stage(record.plan) if stage is None else stage,
                 node=self._peers.id,
                 kind=kind,

@@ -24,6 +24,7 @@ from p2pshard.transport.generated import control_pb2_grpc as rpc
 
 from .. import platform
 from ..rounds import Rounds
+from ..tasks import failure_of
 from . import membership as m
 from .checks import MAX_INCARNATION, checked_info
 from .connection import Connection
@@ -166,8 +167,7 @@ class Peers:
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("%s failed", task.get_name(), exc_info=task.exception())
+        failure_of(task, _log, f"{task.get_name()} failed")
 
     async def _ticker(self) -> None:
         rounds = Rounds("membership", _log)

@@ -14,6 +14,8 @@ import grpc
 from p2pshard.errors import P2PShardError
 from p2pshard.transport.generated import control_pb2 as pb
 
+from ..tasks import failure_of
+
 __all__ = ["Reports"]
 
 KEPT_S = 60.0
@@ -66,9 +68,8 @@ class Reports:
 
     def _ended(self, deployment: str, task: asyncio.Task[None]) -> None:
         left = self._outboxes.pop(deployment).waiting
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("reports of deployment=%s not sent", deployment, exc_info=task.exception())
-        elif not task.cancelled():
+        failed = failure_of(task, _log, f"reports of deployment={deployment} not sent") is not None
+        if not failed and not task.cancelled():
             for event, _ in left:  # put after the task had its last look
                 self.put(event)
 

@@ -16,7 +16,7 @@ from p2pshard.errors import Conflict, Internal, P2PShardError, ProtocolError, St
 from p2pshard.json_text import parse_json
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.channels import EOF, raw_stream
-from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard.transport.generated import generate_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
 
 __all__ = ["DriverLink", "error_from_proto"]
@@ -72,7 +72,7 @@ class DriverLink:
         driver's error.
         """
         hello = generate_pb2.DriverHello(
-            epoch=plan_pb2.Epoch(n=self.plan.epoch.n, proposer=self.plan.epoch.proposer),
+            epoch=self.plan.epoch.to_proto(),
             plan_digest=self.plan.digest(),
             deployment=self.deployment,
             gateway=gateway,

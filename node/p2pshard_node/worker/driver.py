@@ -32,7 +32,7 @@ from p2pshard.sampling import SamplingParams
 from p2pshard.speculation import check_draft
 from p2pshard.transport.channels import EOF, abort_with
 from p2pshard.transport.frames import Admitted, Deltas, Frame, RowHeader, SampledToken
-from p2pshard.transport.generated import generate_pb2, plan_pb2
+from p2pshard.transport.generated import generate_pb2
 from p2pshard_node.scheduling.prefix import root_key
 from p2pshard_node.scheduling.scheduler import Scheduler
 from p2pshard_node.scheduling.step import Request, Step, StepRow
@@ -313,7 +313,7 @@ class Driver:
         hello = command.hello
         if not command.HasField("hello"):
             await abort_with(context, ProtocolError("the first message of a driver stream must be its hello"))
-        epoch = plan_pb2.Epoch(n=self._plan.epoch.n, proposer=self._plan.epoch.proposer)
+        epoch = self._plan.epoch.to_proto()
         if (
             hello.epoch != epoch
             or hello.plan_digest != self._plan.digest()

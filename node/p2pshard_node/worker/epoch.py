@@ -14,6 +14,7 @@ from p2pshard.credentials import Credentials
 from p2pshard.errors import Conflict, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.frames import Frame, Hello, Limits
+from p2pshard_node.tasks import failure_of
 from p2pshard_node.worker.driver import Driver
 from p2pshard_node.worker.edges import EdgeClient, EdgeTerms, IncomingEdge, check_hello
 from p2pshard_node.worker.executor import StageExecutor
@@ -107,8 +108,7 @@ class ActiveEpoch:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("task %s failed", task.get_name(), exc_info=error)
+        if (error := failure_of(task, log, f"task {task.get_name()} failed")) is not None:
             self.lose(self.index, f"failed: {type(error).__name__}: {error}")
 
     async def close(self) -> None:

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 600.0
 _PULSE_S = 10.0
-_tried: set[tuple[str, ...]] = set()
+_seen_to: set[tuple[str, ...]] = set()
+"""What is on disk, or was tried: the disk is not asked again for each layer."""
 
 
 def prepare(
@@ -44,9 +45,11 @@ def prepare(
     called now and then meanwhile: a slow processor takes minutes.
     """
     asked = (layout, "wide" if wide else "narrow") if layout else ()
-    if asked in _tried or _mark(*asked).exists():
+    if asked in _seen_to:
         return
-    _tried.add(asked)
+    _seen_to.add(asked)
+    if _mark(*asked).exists():
+        return
     if layout is None:
         log.info("compiling kernels for this processor, once: about 20 s")
     else:
@@ -58,7 +61,7 @@ def prepare(
 
 
 def _run(command: list[str], alive: Callable[[], None]) -> None:
-    """Raises `OSError` or `subprocess.SubprocessError` unless it ends well within `_SECONDS`."""
+    """Raises `OSError` or `subprocess.SubprocessError` unless it ends well; it is given `_SECONDS`."""
     end = time.monotonic() + _SECONDS
     with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
         try:

@@ -142,8 +142,8 @@ def multiply(
         return
     width, outputs, wide = matrix.inputs, min(matrix.outputs, end * PANEL), matrix.form
     rows = tokens * (1 + wide)
-    # Of several tiles all but the first find the panel in the cache. So that the memory works meanwhile, each brings an
-    # equal part of the next panel.
+    # Of several tiles all but the first find the panel in the cache. So that the memory works meanwhile, each asks for a
+    # part of the next panel; one tile alone, which waits for its own, only for half.
     pace = PANEL * 4 // ((rows + 3) // 4)
     address, work = q.ctypes.data, scratch.ctypes.data
     for first in range(start * PANEL, outputs, PANEL):

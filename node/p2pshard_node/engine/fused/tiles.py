@@ -69,7 +69,8 @@ def _tile(rows: int) -> Any:
     ) -> Any:
         """`rows` rows at address `values` (`stride` bytes apart) times the panel: int32 [rows, 64] to `sums`.
 
-        Meanwhile asks the memory for what lies from `ahead` on, `pace` bytes with each of the `steps`.
+        Meanwhile asks the memory for two lines (128 bytes) with each of the `steps`: at `ahead`, and `pace` bytes further
+        with each.
         """
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
