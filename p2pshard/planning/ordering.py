@@ -43,12 +43,19 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Problem:
-    """Bytes of each layer (weights and KV) and the candidates, the most wanted first."""
+    """What the layers take and cost, and the candidates, the most wanted first."""
 
     costs: tuple[int, ...]
+    """Bytes of each layer in memory: weights, KV and padding."""
     candidates: tuple[Capacity, ...]
     linked: tuple[tuple[bool, ...], ...]
     """By candidate number, both ways."""
+    work: tuple[float, ...]
+    """Of each layer, what a decode step has to do, in a unit that `speeds` shares: bytes read."""
+    head_work: float
+    """What the last stage has to do besides."""
+    speeds: tuple[float, ...]
+    """Work a candidate does in one unit of time, above 0."""
 
     @cached_property
     def sums(self) -> tuple[int, ...]:
@@ -227,24 +234,24 @@ class _Search:
 def balance(problem: Problem, order: Sequence[int]) -> tuple[int, ...] | None:
     """Where to cut: one past the last layer of each candidate in ``order``, or None if it does not hold all.
 
-    Of all cuts that fit, the one whose fullest node is the least full, relative to what it has left.
+    Of all cuts that fit, the one whose slowest stage is the fastest: it sets the pace of all when each has a
+    group of sequences to work on.
     """
-    layers, sums = len(problem.costs), problem.sums
-    # best[e]: (load of the fullest so far, sum of squares, ends) for covering e layers
+    layers, done = len(problem.costs), tuple(accumulate(problem.work, initial=0.0))
+    # best[e]: (time of the slowest so far, sum of squares, ends) for covering e layers
     best: Mapping[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for place, number in enumerate(order):
         final = place == len(order) - 1
         following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for start, (fullest, squares, ends) in best.items():
+        for start, (slowest, squares, ends) in best.items():
             stop = layers if final else layers - (len(order) - 1 - place)
             for end in range(layers if final else start + 1, stop + 1):
                 if start >= end or not problem.fits(number, start, end):
                     if problem.candidates[number].pin is None:
                         break
                     continue
-                left = problem.candidates[number].left(start == 0, end == layers)
-                load = (sums[end] - sums[start]) / left if left else 0.0
-                option = (max(fullest, load), squares + load * load, (*ends, end))
+                spent = (done[end] - done[start] + problem.head_work * final) / problem.speeds[number]
+                option = (max(slowest, spent), squares + spent * spent, (*ends, end))
                 if end not in following or option < following[end]:
                     following[end] = option
         best = following

@@ -1,9 +1,8 @@
 """Budgets, links and a model in; a plan out. Pure: equal inputs give equal plans.
 
-The fewest nodes that fit, then the largest steps, then (when not asked for one) the largest context on
-those nodes; layers are spread so that the fullest node is the least full. Up to `EXACT_NODES` candidates a
-plan is found whenever there is one; with more the search is bounded and may miss a fit that only an unusual
-order has.
+The fewest nodes that fit, then the largest steps, then (when not asked for one) the largest context on those nodes;
+within their budgets, layers are spread so that the slowest stage is as fast as can be. Up to `EXACT_NODES` candidates
+a plan is found whenever there is one; with more the search is bounded and may miss a fit that only an unusual order has.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ __all__ = [
     "Cluster",
     "Fit",
     "choose_candidates",
+    "decode_speeds",
     "fit",
     "least_context",
     "make_plan",
@@ -39,6 +39,8 @@ __all__ = [
 
 LEAST_CONTEXT = 8192
 """Without a context asked for: at least this, or the model's maximum if that is less."""
+_NOISE = 1.25
+"""Two measurements of one machine differ by up to so much; a plan should not."""
 _INVARIANT = ("int8", "int4")
 """Dtypes whose kernels are expected to give a row the same bits wherever and beside whatever it is computed."""
 
@@ -238,7 +240,31 @@ def problem_of(
                 pin=pins.get(node.node),
             )
         )
-    return Problem(costs, tuple(candidates), cluster.matrix)
+    return Problem(
+        costs,
+        tuple(candidates),
+        cluster.matrix,
+        work=model.layer_bytes,
+        head_work=model.head_bytes,
+        speeds=decode_speeds([node.bandwidth_gbps for node in cluster.nodes]),
+    )
+
+
+def decode_speeds(bandwidths: Sequence[float]) -> tuple[float, ...]:
+    """How fast each node decodes, in any one unit: a decode step reads every weight once.
+
+    Nodes of which none is `_NOISE` times another's bandwidth get one speed. Where a bandwidth was not measured
+    (0), nothing can be compared: all are taken for equal.
+    """
+    if not all(bandwidths):
+        return (1.0,) * len(bandwidths)
+    speeds: dict[float, float] = {}
+    fastest = 0.0
+    for bandwidth in sorted(bandwidths, reverse=True):
+        if bandwidth * _NOISE < fastest or not fastest:
+            fastest = bandwidth
+        speeds[bandwidth] = fastest
+    return tuple(speeds[bandwidth] for bandwidth in bandwidths)
 
 
 def _plan(found: Fit, cluster: Cluster, model: ModelProfile, epoch: Epoch) -> Plan:

@@ -10,11 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from p2pshard_node.cluster import agreement
-from p2pshard_node.cluster.agreement import Ledger, Propose, Record, Report, Resend
+from p2pshard_node.cluster.agreement import (
+    MAX_EPOCH,
+    Ledger,
+    Propose,
+    Record,
+    Report,
+    Resend,
+    report_from_proto,
+)
 from p2pshard_node.cluster.proposal import Proposal
 
 from p2pshard.errors import Conflict, InvalidRequest, NotReady, ProtocolError
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+from p2pshard.transport.generated import control_pb2 as pb
+from p2pshard.transport.generated import plan_pb2
 
 DEPLOYMENT = "abc123"
 
@@ -39,6 +49,15 @@ def test_a_promise_only_goes_up() -> None:
         with pytest.raises(Conflict, match="not above epoch 3"):
             promised(record, n, proposer)
     assert promised(record, 3, "b").promised == Epoch(3, "b")  # ordered by (n, proposer)
+
+
+def test_an_epoch_that_leaves_no_higher_number_is_refused() -> None:
+    last = Epoch(MAX_EPOCH, "a")
+    assert promised(Record("d"), MAX_EPOCH).promised == last
+    with pytest.raises(ProtocolError, match="no higher number"):
+        promised(Record("d"), MAX_EPOCH + 1)
+    with pytest.raises(ProtocolError, match="no higher number"):
+        report_from_proto(pb.EpochReport(active=plan_pb2.Epoch(n=MAX_EPOCH + 1, proposer="a")))
 
 
 def test_a_plan_that_is_not_the_one_named_is_refused() -> None:

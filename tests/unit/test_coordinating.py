@@ -201,6 +201,84 @@ async def test_a_plan_for_what_was_wanted_before_is_not_committed_again(alone: A
     assert planned == [4]
 
 
+async def test_an_attempt_that_is_cancelled_again_and_again_takes_back_what_it_prepared(alone: Alone) -> None:
+    aborted: list[int] = []
+
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        return plan(epoch.n)
+
+    async def never(_: pb.PrepareRequest) -> AsyncIterator[pb.PrepareProgress]:
+        yield pb.PrepareProgress(progress=pb.Progress(phase="fetching"))
+        await asyncio.Event().wait()
+
+    async def abort(request: pb.AbortRequest) -> None:
+        await asyncio.sleep(0.2)
+        aborted.append(request.epoch.n)
+
+    alone.make = make
+    member: Any = alone.coordinator._member
+    member.prepare, member.abort = never, abort
+    key = alone.add(row("m"))
+    alone.coordinator.start()
+    await come_true(lambda: alone.state(key) == "loading")
+    await asyncio.sleep(0.05)
+    gone = row("m", "removed", 1)
+    gone.wanted = False
+    alone.table.write(gone)
+    for _ in range(20):
+        alone.coordinator.wish_changed(key)
+        await asyncio.sleep(0.01)
+    await come_true(lambda: not alone.coordinator._attempts)
+    assert aborted == [1]
+
+
+async def test_the_failure_of_an_attempt_is_not_the_next_wishs(alone: Alone) -> None:
+    """A plan is refused, and while it is taken back something else is wanted."""
+    aborting, go = asyncio.Event(), asyncio.Event()
+    planned: list[str] = []
+
+    async def make(wanted: pb.Deployment, epoch: Epoch) -> Plan:
+        planned.append(wanted.settings_json)
+        if len(planned) > 1:
+            await asyncio.Event().wait()
+        return plan(epoch.n)
+
+    async def abort(_: pb.AbortRequest) -> None:
+        aborting.set()
+        await go.wait()
+
+    alone.make = make
+    cast(Any, alone.coordinator._member).abort = abort
+    key = alone.add(row("m"))
+    alone.coordinator.start()  # its member refuses for good
+    await aborting.wait()
+    wish = row("m")
+    wish.settings_json = '{"context": 64}'
+    alone.table.write(wish)
+    alone.coordinator.wish_changed(key)
+    go.set()
+    await come_true(lambda: len(planned) == 2)
+    kept = alone.table.get(key)
+    assert kept is not None and kept.wanted and kept.state == "planning" and "context" in planned[1]
+
+
+async def test_one_members_nonsense_stops_no_deployment(
+    alone: Alone, caplog: pytest.LogCaptureFixture
+) -> None:
+    planned: list[int] = []
+
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        planned.append(epoch.n)
+        return plan(epoch.n)
+
+    alone.make = make
+    alone.report = pb.EpochReport(promised=plan_pb2.Epoch(n=2**63, proposer="evil"))
+    alone.add(row("m"))
+    alone.coordinator.start()
+    await come_true(lambda: planned)
+    assert planned[0] == 1 and "not well formed" in caplog.text
+
+
 @pytest.mark.parametrize(("before", "superseded"), [(0, 3), (5, 5)])
 def test_what_was_superseded_once_stays_so(before: int, superseded: int) -> None:
     known = row("m", "ready", 3)
@@ -214,7 +292,8 @@ def member(folder: Path, reports: list[pb.StageEvent], budget: int = 100, follow
     peers = SimpleNamespace(id=ME, state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann")))
     supervisor = SimpleNamespace(worker=lambda key: None, used_bytes=lambda without="": 0, stop=_nothing)
     given: list[Any] = [peers, agreement.Ledger.open(folder / "epochs"), supervisor, None, None, folder / "s"]
-    return Member(*given, lambda: followed, lambda: budget, reports.append)
+    table = Deployments(folder / "deployments.json", ME)
+    return Member(*given, lambda: followed, lambda: budget, table.outdated, reports.append)
 
 
 async def _nothing(*_: object) -> None:
@@ -285,7 +364,7 @@ async def test_what_is_undeployed_after_its_worker_died_holds_no_tensors(tmp_pat
     one._ledger.put(agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0))
     await one._load("d", plan(1), 0, [], asyncio.Queue(), None)
     assert sources() == ["d.json"] and one.holds("d"), "it has no worker any more, and is wanted"
-    await one.remove("d")
+    await one.remove("d", Epoch(1, ME))
     assert sources() == [] and not one.holds("d")
 
 
@@ -367,7 +446,9 @@ async def test_the_end_of_one_load_takes_nothing_from_the_next(tmp_path: Path, e
     cast(Any, one._supervisor).stop = stop
     record = agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0)
     one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
-    ending = asyncio.create_task(one.remove("d") if end == "remove" else one.drop("d", Epoch(1, ME)))
+    ending = asyncio.create_task(
+        one.remove("d", Epoch(1, ME)) if end == "remove" else one.drop("d", Epoch(1, ME))
+    )
     await stopping.wait()
     assert not one._ledger.get("d").prepared, "nobody counts on it any more"
     record = agreement.prepare(one._ledger.get("d"), Epoch(2, ME), plan(2), plan(2).digest(), 0.0)
@@ -376,6 +457,53 @@ async def test_the_end_of_one_load_takes_nothing_from_the_next(tmp_path: Path, e
     go.set()
     await ending
     assert one._source("d").exists() and one._ledger.get("d").prepared
+
+
+@pytest.mark.parametrize(
+    ("promised", "active", "last", "ends"),
+    [
+        (2, 0, 2, True),  # what the tombstone names
+        (2, 0, 3, True),
+        (2, 0, 1, False),  # loads for a wish of which this node has not heard
+        (2, 2, 1, True),  # serves, so the tombstone is the later word
+    ],
+)
+async def test_a_late_tombstone_ends_what_serves_and_no_later_load(
+    tmp_path: Path, promised: int, active: int, last: int, ends: bool
+) -> None:
+    one = member(tmp_path, [])
+    theirs = plan(promised)
+    record = agreement.prepare(one._ledger.get("d"), theirs.epoch, theirs, theirs.digest(), 0.0)
+    record = agreement.loaded(record, theirs.epoch, 0.0)
+    one._ledger.put(replace(record, active=Epoch(active, ME if active else "")))
+    await one.remove("d", Epoch(last, ME))
+    assert one._ledger.get("d").prepared is not ends
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_a_member_takes_no_epoch_of_what_is_not_wanted_any_more(tmp_path: Path, wanted: bool) -> None:
+    """Its proposer was stopped, say, and has not heard of the change."""
+    reports: list[pb.StageEvent] = []
+    one, table = member(tmp_path, reports), Deployments(tmp_path / "rows.json", ME)
+    one._outdated = table.outdated
+    before = row("m", "ready", 3)
+    now = row("m") if wanted else row("m", "removed", 3)
+    now.wanted = wanted
+    if wanted:
+        now.superseded.CopyFrom(cast(Any, _superseded(before)))
+    table.write(now)
+    old = plan(3)
+    request = pb.PrepareRequest(
+        deployment=now.id, epoch=old.epoch.to_proto(), digest=old.digest(), plan=old.to_proto()
+    )
+    (answer,) = [m async for m in one.prepare(request)]
+    assert answer.refused.code == "conflict" and "no longer wanted" in answer.refused.message
+    record = agreement.prepare(one._ledger.get(now.id), old.epoch, old, old.digest(), 0.0)
+    one._ledger.put(agreement.loaded(record, old.epoch, 0.0))
+    reply = await one.commit(
+        pb.CommitRequest(deployment=now.id, epoch=old.epoch.to_proto(), digest=old.digest())
+    )
+    assert not reply.accepted and "no longer wanted" in reply.error.message
 
 
 # -- the planner

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from p2pshard.errors import DoesNotFit, InvalidRequest
 from p2pshard.planning.memory import BLOCK_SIZE, blocks_for, kv_bytes
+from p2pshard.planning.ordering import Capacity, Problem, balance
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.profiles import LinkProfile, ModelProfile, NodeBudget
 from p2pshard.planning.settings import Pin, Settings
-from p2pshard.planning.solver import LEAST_CONTEXT, make_plan
+from p2pshard.planning.solver import LEAST_CONTEXT, decode_speeds, make_plan
 
 GB = 10**9
 EPOCH = Epoch(1, "n0")
@@ -96,9 +97,73 @@ def test_more_nodes_than_needed_leaves_the_smallest_out() -> None:
     assert layers_by_node(found) == {"n1": 29, "n2": 11} or layers_by_node(found) == {"n1": 30, "n2": 10}
 
 
-def test_layers_are_spread_by_what_each_node_has_left() -> None:
-    found = plan([node(0, 40 * GB), node(1, 20 * GB)], flat(42, GB))
-    assert layers_by_node(found) == {"n0": 28, "n1": 14}
+@pytest.mark.parametrize(
+    ("budgets", "bandwidths", "head", "expected"),
+    [
+        ((40, 40), (0, 0), 0, (21, 21)),
+        ((40, 30), (0, 0), 0, (21, 21)),  # memory is a bound and no measure
+        ((40, 20), (10, 50), 0, (22, 20)),  # the fast one takes all that fits
+        ((90, 40), (60, 20), 0, (32, 10)),
+        ((90, 40), (20, 60), 0, (10, 32)),
+        ((40, 40), (22, 20), 0, (21, 21)),  # nearer than two measurements of one machine
+        ((40, 40), (20, 0), 0, (21, 21)),  # one was not measured: nothing to compare
+        ((50, 50), (0, 0), 8, (25, 17)),  # the head is work too
+        ((50, 50), (30, 60), 8, (8, 34)),
+    ],
+)
+def test_layers_are_spread_so_that_the_slowest_stage_is_the_fastest(
+    budgets: tuple[int, int], bandwidths: tuple[int, int], head: int, expected: tuple[int, int]
+) -> None:
+    nodes = [
+        node(i, budget * GB, bandwidth_gbps=float(bandwidth))
+        for i, (budget, bandwidth) in enumerate(zip(budgets, bandwidths, strict=True))
+    ]
+    found = plan(nodes, flat(42, GB, head_bytes=head * GB), nodes=2)
+    assert layers_by_node(found) == {"n0": expected[0], "n1": expected[1]}
+
+
+def test_speeds_nearer_than_the_noise_are_one_speed() -> None:
+    assert decode_speeds([20.0, 40.0, 38.0, 90.0, 33.0]) == (20.0, 40.0, 40.0, 90.0, 40.0)
+    assert decode_speeds([]) == ()
+
+
+balances = st.integers(1, 4).flatmap(
+    lambda count: st.tuples(
+        st.lists(st.integers(1, 9), min_size=count, max_size=8),  # bytes of each layer
+        st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), min_size=count, max_size=count),
+        st.integers(0, 12),
+    )
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(balances)
+def test_no_other_cut_that_fits_has_a_faster_slowest_stage(
+    case: tuple[list[int], list[tuple[int, int]], int],
+) -> None:
+    costs, rows, head = case
+    candidates = tuple(Capacity(left, left, left, left) for left, _ in rows)
+    speeds = tuple(float(speed) for _, speed in rows)
+    everyone = ((True,) * len(rows),) * len(rows)
+    problem = Problem(tuple(costs), candidates, everyone, tuple(costs), head, speeds)
+
+    def slowest(ends: tuple[int, ...]) -> float:
+        return max(
+            (sum(costs[start:end]) + head * (end == len(costs))) / speed
+            for start, end, speed in zip((0, *ends[:-1]), ends, speeds, strict=True)
+        )
+
+    every = [(*cut, len(costs)) for cut in itertools.combinations(range(1, len(costs)), len(rows) - 1)]
+    fitting = [
+        ends
+        for ends in every
+        if all(problem.fits(i, s, e) for i, (s, e) in enumerate(zip((0, *ends[:-1]), ends, strict=True)))
+    ]
+    found = balance(problem, range(len(rows)))
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert found in fitting
+        assert slowest(found) == min(map(slowest, fitting))
 
 
 def test_layers_that_differ_are_counted_one_by_one() -> None:

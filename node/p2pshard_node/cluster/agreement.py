@@ -28,6 +28,7 @@ from ..json_files import JsonFiles, read_json
 
 __all__ = [
     "LEASE_S",
+    "MAX_EPOCH",
     "Ledger",
     "Propose",
     "Record",
@@ -45,6 +46,8 @@ __all__ = [
 LEASE_S = 15.0
 MAX_LEASE_S = 600.0
 ZERO = Epoch(0, "")
+MAX_EPOCH = 2**62
+"""Numbers from a wire above this are refused: there must always be a higher one."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ def prepare(
     record: Record, epoch: Epoch, plan: Plan, digest: str, now: float, lease_s: float = LEASE_S
 ) -> Record:
     """Promise the epoch. Raises `Conflict` when a newer one is promised, `ProtocolError` for a plan that is not the one named."""
+    if epoch.n > MAX_EPOCH:
+        raise ProtocolError(f"epoch {epoch.n} leaves no higher number")
     if epoch <= record.promised:
         raise Conflict(
             f"epoch {epoch.n} of {epoch.proposer} is not above epoch {record.promised.n} of {record.promised.proposer}, "
@@ -285,7 +290,9 @@ def report_to_proto(record: Record, endpoints: list[pb.StageEndpoint]) -> pb.Epo
 
 
 def report_from_proto(message: pb.EpochReport) -> Report:
-    """Raises `ProtocolError` for a plan that is none."""
+    """Raises `ProtocolError` for a plan that is none, and for a number that leaves no higher one."""
+    if max(message.promised.n, message.active.n) > MAX_EPOCH:
+        raise ProtocolError(f"epoch {max(message.promised.n, message.active.n)} leaves no higher number")
     plan = Plan.from_proto(message.promised_plan) if message.HasField("promised_plan") else None
     return Report(
         Epoch.from_proto(message.promised),

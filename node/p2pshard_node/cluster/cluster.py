@@ -42,7 +42,7 @@ from .peers import RELAYED_KEY, Peers
 from .planner import Planner
 from .reports import Reports
 from .service import ClusterService
-from .state import Deployments, deployment_id, settings_satisfied
+from .state import Deployments, deployment_id, last_epoch, settings_satisfied
 from .survey import Survey
 from .traces import trace_to_json
 
@@ -100,6 +100,7 @@ class Cluster:
             folder / "sources",
             self.followed,
             budget,
+            self.table.outdated,
             self.reports.put,
         )
         self.coordinator = Coordinator(
@@ -236,7 +237,7 @@ class Cluster:
         """What every node does about a row: end workers of what is not wanted, fetch what requests need of what is."""
         unused = not row.wanted or self.member.left_out(row)
         if unused and self.member.holds(row.id):
-            self._spawn(self.member.remove(row.id), "remove")
+            self._spawn(self.member.remove(row.id, last_epoch(row)), "remove")
         if not row.wanted:
             return
         if row.state in ("loading", "ready") and row.manifest not in self._texts:
@@ -678,7 +679,7 @@ class Cluster:
         del row.endpoints[:]
         self._publish(row)
         self.coordinator.wish_changed(row.id)
-        await self.member.remove(row.id)
+        await self.member.remove(row.id, last_epoch(row))
         await in_thread(self.table.flush)
 
 
@@ -686,7 +687,7 @@ def _superseded(row: pb.Deployment | None) -> plan_pb2.Epoch | None:
     """The epoch that must not come back once something else is wanted: its stages may still be loaded somewhere."""
     if row is None:
         return None
-    return max(Epoch.from_proto(row.superseded), Epoch.from_proto(row.plan.epoch)).to_proto()
+    return last_epoch(row).to_proto()
 
 
 def _refusal(row: pb.Deployment) -> P2PShardError:

@@ -71,6 +71,16 @@ class Attempt:
     )
     lost: P2PShardError | None = None
     """Why a stage is gone, even if all had been ready before."""
+    cancelled: bool = False
+    """What it was for is not wanted any more, or another node's to bring about."""
+    closing: bool = False
+    """It takes back what it prepared, which nothing interrupts."""
+
+    def cancel(self) -> None:
+        """End it, with nothing left prepared anywhere. As often as asked."""
+        self.cancelled = True
+        if self.task is not None and not self.closing:
+            self.task.cancel()
 
     def fail(self, error: P2PShardError) -> None:
         """A stage of this attempt is gone."""
@@ -114,14 +124,13 @@ class Coordinator:
         self._task = asyncio.create_task(self._run(), name="coordinator")
 
     async def stop(self) -> None:
-        tasks = [
-            t
-            for t in (self._task, self._verifying, *(a.task for a in self._attempts.values()))
-            if t is not None
-        ]
-        for task in tasks:
+        for attempt in self._attempts.values():
+            attempt.cancel()
+        loops = [t for t in (self._task, self._verifying) if t is not None]
+        for task in loops:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        attempts = [a.task for a in self._attempts.values() if a.task is not None]
+        await asyncio.gather(*loops, *attempts, return_exceptions=True)
 
     def wake(self) -> None:
         """Something has changed: look now."""
@@ -148,8 +157,7 @@ class Coordinator:
         if not self._leading():
             self._led = False
             for attempt in self._attempts.values():
-                if attempt.task is not None:
-                    attempt.task.cancel()
+                attempt.cancel()
             return
         if not self._led:
             self._led = True
@@ -198,8 +206,8 @@ class Coordinator:
 
     def _cancel(self, deployment: str) -> None:
         attempt = self._attempts.get(deployment)
-        if attempt is not None and attempt.task is not None:
-            attempt.task.cancel()
+        if attempt is not None:
+            attempt.cancel()
 
     def _ended(self, deployment: str, attempt: Attempt, task: asyncio.Task[None]) -> None:
         if self._attempts.get(deployment) is attempt:
@@ -347,10 +355,13 @@ class Coordinator:
                 self._spoilt[deployment] = max(
                     proposal.plan.epoch, self._spoilt.get(deployment, agreement.ZERO)
                 )
+            attempt.closing = True
             await self._abort(deployment, proposal)
-            self._fail(deployment, error)
+            if not attempt.cancelled:  # else the failure is of something that nobody waits for
+                self._fail(deployment, error)
         except asyncio.CancelledError:
-            await asyncio.shield(self._abort(deployment, proposal))
+            attempt.closing = True
+            await self._abort(deployment, proposal)
             raise
 
     def _fail(self, deployment: str, error: P2PShardError) -> None:
@@ -394,8 +405,13 @@ class Coordinator:
         reports: dict[str, agreement.Report] = {}
         endpoints: dict[str, pb.StageEndpoint] = {}
         for node, message in await asyncio.gather(*(one(n) for n in self._peers.member_ids())):
-            if message is not None:
+            if message is None:
+                continue
+            try:
                 reports[node] = agreement.report_from_proto(message)
+            except P2PShardError as error:
+                _log.warning("what node %s tells of its epochs is not well formed: %s", node, error)
+            else:
                 endpoints.update((e.node, e) for e in message.endpoints if e.node == node)
         return reports, endpoints
 

@@ -61,7 +61,11 @@ def lost_stage(name: str, node: str, stage: Stage, why: str) -> StageLost:
 
 
 class Member:
-    """One per node. ``budget()``: bytes that all workers may use now; ``report``: tells the coordinator."""
+    """One per node.
+
+    ``budget()``: bytes that all workers may use now; ``outdated(deployment)``: epochs up to that one are for what is
+    not wanted any more; ``report``: tells the coordinator.
+    """
 
     def __init__(
         self,
@@ -73,16 +77,12 @@ class Member:
         folder: Path,
         followed: Callable[[], str],
         budget: Callable[[], int],
+        outdated: Callable[[str], Epoch],
         report: Callable[[pb.StageEvent], None],
     ) -> None:
         self._peers, self._ledger, self._supervisor, self._fetcher = peers, ledger, supervisor, fetcher
-        self._store, self._folder, self._followed, self._budget, self._report = (
-            store,
-            folder,
-            followed,
-            budget,
-            report,
-        )
+        self._store, self._folder, self._followed = store, folder, followed
+        self._budget, self._outdated, self._report = budget, outdated, report
         self._loading: dict[str, asyncio.Task[pb.StageEndpoint]] = {}
         self._ready: dict[str, Epoch] = {}
         """Epochs whose driver here has seen a token cross all stages."""
@@ -139,6 +139,7 @@ class Member:
             raise Conflict(
                 f"this node follows coordinator {leader}, which is alive; {epoch.proposer} may not propose now"
             )
+        self._check_wanted(deployment, epoch)
         index = self._own_stage(plan)
         record = agreement.prepare(
             self._ledger.get(deployment), epoch, plan, request.digest, time.monotonic(), request.lease_s
@@ -164,6 +165,13 @@ class Member:
                 self._loads.pop(deployment, None)
         elif not task.cancelled():
             task.exception()  # seen: a later load is under way
+
+    def _check_wanted(self, deployment: str, epoch: Epoch) -> None:
+        """Raises `Conflict` for an epoch of a proposer that has not heard yet that something else is wanted."""
+        if epoch <= (last := self._outdated(deployment)):
+            raise Conflict(
+                f"epoch {epoch.n} is for what is no longer wanted: that ended with epoch {last.n} of {last.proposer}"
+            )
 
     def _own_stage(self, plan: Plan) -> int:
         mine = [i for i, s in enumerate(plan.stages) for r in s.ranks if r.node == self._peers.id]
@@ -305,6 +313,7 @@ class Member:
         """Start serving the epoch; as often as asked."""
         try:
             epoch = Epoch.from_proto(request.epoch)
+            self._check_wanted(request.deployment, epoch)
             record, changed = agreement.commit(self._ledger.get(request.deployment), epoch, request.digest)
             assert record.plan is not None, "what is loaded has a plan"
             plan = record.plan.measured((e.numerics, e.fingerprint) for e in request.endpoints)
@@ -360,9 +369,16 @@ class Member:
             self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
             await self._end(deployment, epoch)
 
-    async def remove(self, deployment: str) -> None:
-        """The deployment is no longer wanted: end its worker, whatever its epoch."""
-        epoch = self._ledger.get(deployment).promised
+    async def remove(self, deployment: str, last: Epoch) -> None:
+        """Epochs up to ``last`` are over: end the worker, which may have come into force under a later one.
+
+        One that is still to come into force is for a wish that this node has not heard of: whoever proposed it ends
+        it, or its lease does.
+        """
+        record = self._ledger.get(deployment)
+        epoch = record.promised
+        if epoch > max(record.active, last):
+            return
         loading = self._loading.get(deployment)
         if loading is not None:
             loading.cancel()

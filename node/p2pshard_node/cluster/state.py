@@ -10,18 +10,18 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from p2pshard.errors import InvalidRequest, P2PShardError
-from p2pshard.planning.plan import Plan
+from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
 
 from ..json_files import JsonFiles, read_json
-from .agreement import checked_name
+from .agreement import MAX_EPOCH, ZERO, checked_name
 
-__all__ = ["STATES", "Deployments", "deployment_id", "settings_satisfied"]
+__all__ = ["STATES", "Deployments", "deployment_id", "last_epoch", "settings_satisfied"]
 
 STATES = ("planning", "loading", "ready", "broken", "refused", "removed")
 MAX_DEPLOYMENTS = 1024
-MAX_VERSION = 2**62
+MAX_VERSION = MAX_EPOCH
 
 _log = logging.getLogger("p2pshard.state")
 
@@ -45,6 +45,11 @@ def settings_satisfied(asked: str, existing: str) -> bool:
     )
 
 
+def last_epoch(row: pb.Deployment) -> Epoch:
+    """The highest epoch that the row names."""
+    return max(Epoch.from_proto(row.superseded), Epoch.from_proto(row.plan.epoch))
+
+
 class Deployments:
     """The table. Every change has a higher version; what is wanted survives a restart of all nodes."""
 
@@ -66,6 +71,13 @@ class Deployments:
 
     def get(self, deployment: str) -> pb.Deployment | None:
         return self._rows.get(deployment)
+
+    def outdated(self, deployment: str) -> Epoch:
+        """Epochs up to this one were for what is no longer wanted, as far as this node has heard."""
+        row = self._rows.get(deployment)
+        if row is None:
+            return ZERO
+        return Epoch.from_proto(row.superseded) if row.wanted else last_epoch(row)
 
     def find(self, model: str) -> pb.Deployment | None:
         """The wanted deployment of this name, id or manifest digest; a ready one first, then the latest."""
