@@ -339,18 +339,27 @@ async def test_bodies_that_are_no_request(api: Api) -> None:
         assert reply.status_code == status and reply.json()["error"]["message"], content[:20]
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
-    api: Api, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "part", "status", "said"),
+    [
+        ("application/json", b'{"model": ', 408, b"10 bytes"),
+        ("application/json", b"[" * 2000, 413, b"1000 bytes"),
+        ("text/plain", b"", 415, b"text/plain"),
+    ],
+)
+async def test_a_body_that_is_not_read_to_its_end_ends_the_connection(
+    api: Api, monkeypatch: pytest.MonkeyPatch, kind: str, part: bytes, status: int, said: bytes
 ) -> None:
     monkeypatch.setattr(body, "BODY_S", 0.3)
+    monkeypatch.setattr(body, "MAX_BODY_BYTES", 1000)
 
     reader, writer = await asyncio.open_connection("127.0.0.1", api.handle.port)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
-    writer.write(head.encode() + b'{"model": ')
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: 3000\r\n\r\n"
+    writer.write(head.encode() + part)
     async with asyncio.timeout(5):
-        reply = await reader.readuntil(b"}}")
+        reply = await reader.read()
     writer.close()
-    assert reply.startswith(b"HTTP/1.1 408 ") and b"10 bytes" in reply
+    assert reply.startswith(b"HTTP/1.1 %d " % status) and said in reply
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(api: Api) -> None:

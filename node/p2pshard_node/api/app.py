@@ -19,7 +19,7 @@ from p2pshard.version import __version__
 from ..gateway.gateway import Gateway
 from ..gateway.view import ClusterView
 from .answers import Answer, ChatAnswer, CompletionAnswer
-from .body import read_json
+from .body import UnreadBody, read_json
 from .disconnect import Disconnected, while_connected
 from .errors import error_body
 from .schemas import ChatBody, CompletionBody, parse_chat, parse_completion
@@ -119,6 +119,8 @@ def _error(error: P2PShardError) -> Response:
     headers = {}
     if (after := error.details.get("retry_after_s")) is not None:
         headers["retry-after"] = str(math.ceil(after))
+    if isinstance(error, UnreadBody):
+        headers["connection"] = "close"
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
 

@@ -10,24 +10,28 @@ from starlette.requests import Request
 from p2pshard.errors import InvalidRequest
 from p2pshard.json_text import parse_json
 
-__all__ = ["MAX_BODY_BYTES", "BodyTooLarge", "BodyTooSlow", "WrongContentType", "read_json"]
+__all__ = ["MAX_BODY_BYTES", "BodyTooLarge", "BodyTooSlow", "UnreadBody", "WrongContentType", "read_json"]
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 60.0
 """For all of a body to arrive."""
 
 
-class BodyTooLarge(InvalidRequest):
+class UnreadBody(InvalidRequest):
+    """The body was not read to its end, so nothing after it on the connection can be."""
+
+
+class BodyTooLarge(UnreadBody):
     code = "body_too_large"
     http_status = 413
 
 
-class BodyTooSlow(InvalidRequest):
+class BodyTooSlow(UnreadBody):
     code = "body_too_slow"
     http_status = 408
 
 
-class WrongContentType(InvalidRequest):
+class WrongContentType(UnreadBody):
     code = "wrong_content_type"
     http_status = 415
 
