@@ -41,6 +41,8 @@ LEAST_CONTEXT = 8192
 """Without a context asked for: at least this, or the model's maximum if that is less."""
 _NOISE = 1.25
 """Two measurements of one machine differ by up to so much; a plan should not."""
+_KV_READ = 0.25
+"""Of the room for keys and values, what a decode step reads beside all weights: half of the sequences, half full."""
 _INVARIANT = ("int8", "int4")
 """Dtypes whose kernels are expected to give a row the same bits wherever and beside whatever it is computed."""
 
@@ -220,10 +222,8 @@ def problem_of(
 ) -> Problem:
     """The search problem: what each layer costs, and what each node has left for layers."""
     blocks = blocks_for(context, concurrency)
-    costs = tuple(
-        model.layer_bytes[i] + kv_bytes(model, i, i, blocks) + model.padding_bytes(i, i)
-        for i in range(model.layers)
-    )
+    kv = [kv_bytes(model, i, i, blocks) for i in range(model.layers)]
+    costs = tuple(model.layer_bytes[i] + kv[i] + model.padding_bytes(i, i) for i in range(model.layers))
     plain = workspace_bytes(model, context, chunk_tokens, head=False)
     headed = workspace_bytes(model, context, chunk_tokens, head=True)
     pins = {node: (first, last) for node, first, last in cluster.pins}
@@ -244,14 +244,14 @@ def problem_of(
         costs,
         tuple(candidates),
         cluster.matrix,
-        work=model.layer_bytes,
+        work=tuple(model.layer_bytes[i] + kv[i] * _KV_READ for i in range(model.layers)),
         head_work=model.head_bytes,
         speeds=decode_speeds([node.bandwidth_gbps for node in cluster.nodes]),
     )
 
 
 def decode_speeds(bandwidths: Sequence[float]) -> tuple[float, ...]:
-    """How fast each node decodes, in any one unit: a decode step reads every weight once.
+    """How fast each node decodes, in any one unit: by the speed at which it reads weights and KV.
 
     Nodes of which none is `_NOISE` times another's bandwidth get one speed. Where a bandwidth was not measured
     (0), nothing can be compared: all are taken for equal.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import random
 import signal
 import time
@@ -76,8 +77,11 @@ def test_greedy_tokens_equal_the_reference(cluster: LocalCluster, client: Client
         got = client.generate("tiny", prompt, max_tokens=24, temperature=0, ignore_eos=True)
         assert list(got.token_ids) == expected
         assert got.finish_reason == "length"
-    stages = client.status()["deployments"][0]["plan"]["replicas"][0]["stages"]
-    assert [s["layers"] for s in stages] == [[0, 1], [2, 3], [4, 5]] or len(stages) == 3
+    first, middle, last = (
+        s["layers"] for s in client.status()["deployments"][0]["plan"]["replicas"][0]["stages"]
+    )
+    assert first[0] == 0 and last[1] == 5
+    assert middle == [first[1] + 1, last[0] - 1]
 
 
 def test_any_node_answers(cluster: LocalCluster, client: Client) -> None:
@@ -178,22 +182,19 @@ def test_a_killed_worker_is_a_typed_error_and_the_next_run_works(
     cluster: LocalCluster, client: Client
 ) -> None:
     before = client.generate("tiny", "again", max_tokens=8, temperature=0, ignore_eos=True).token_ids
-    ranks = [
-        r for s in client.status()["deployments"][0]["plan"]["replicas"][0]["stages"] for r in s["ranks"]
-    ]
+    middle = client.status()["deployments"][0]["plan"]["replicas"][0]["stages"][1]
     stream = client.generate("tiny", "A long one", max_tokens=2000, temperature=0, ignore_eos=True)
     pieces = iter(stream)
     for _ in range(5):
         next(pieces)
-    import os
 
     began = time.monotonic()
-    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    os.kill(middle["ranks"][0]["pid"], signal.SIGKILL)
     with pytest.raises(P2PShardError) as error:
         for _ in pieces:
             pass
     assert time.monotonic() - began < 5
     assert isinstance(error.value, StageLost), repr(error.value)
-    assert error.value.details["layers"] == [2, 3]
+    assert error.value.details["layers"] == middle["layers"]
     assert all(node.process and node.process.poll() is None for node in cluster.nodes)
     assert client.generate("tiny", "again", max_tokens=8, temperature=0, ignore_eos=True).token_ids == before

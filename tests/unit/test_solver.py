@@ -122,6 +122,13 @@ def test_layers_are_spread_so_that_the_slowest_stage_is_the_fastest(
     assert layers_by_node(found) == {"n0": expected[0], "n1": expected[1]}
 
 
+def test_keys_and_values_that_a_step_reads_are_work_too() -> None:
+    nodes = [node(0, 200 * GB), node(1, 200 * GB)]
+    model = flat(42, GB, kv=(200_000,) * 42, head_bytes=8 * GB)
+    assert layers_by_node(plan(nodes, model, nodes=2)) == {"n0": 25, "n1": 17}
+    assert layers_by_node(plan(nodes, model, nodes=2, context=16_000)) == {"n0": 23, "n1": 19}
+
+
 def test_speeds_nearer_than_the_noise_are_one_speed() -> None:
     assert decode_speeds([20.0, 40.0, 38.0, 90.0, 33.0]) == (20.0, 40.0, 40.0, 90.0, 40.0)
     assert decode_speeds([]) == ()
