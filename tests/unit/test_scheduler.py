@@ -180,6 +180,35 @@ def test_room_for_one_sequence_serves_two_in_order() -> None:
     assert scheduler.blocks.used == 0
 
 
+@pytest.mark.parametrize(
+    ("window", "prompts", "expected"),
+    [
+        (1, [512], [256, 256]),  # one stage: nobody waits for a step to arrive
+        (2, [512], [64] * 8),
+        (2, [100], [64, 36]),
+        (2, [1024], [128] * 4 + [64] * 8),
+        (3, [768, 768], [128] * 6 + [64] * 12),  # what waits counts, and is read beside the rest
+        (2, [4096], [256] * 10 + [192] * 3 + [128] * 4 + [64] * 7),
+    ],
+)
+def test_a_prompt_is_read_in_steps_that_keep_all_stages_busy(
+    window: int, prompts: list[int], expected: list[int]
+) -> None:
+    scheduler = Scheduler(blocks=512, block_size=16, chunk_tokens=256, window=window, context=8192)
+    stages = Stages(scheduler, 512, 16, 256)
+    for number, length in enumerate(prompts):
+        # They begin unlike each other, so that none waits for what another computes.
+        scheduler.add(Request(number, (number, *(i % 90 for i in range(length - 1))), 1))
+    steps: list[int] = []
+    while True:
+        while stages.send():
+            steps.append(stages.flight[-1].tokens)
+        if not stages.flight:
+            break
+        stages.receive()
+    assert [tokens for tokens in steps if tokens] == expected
+
+
 @pytest.mark.parametrize("arrive_together", [True, False])
 def test_eight_sequences_keep_two_stages_busy_in_two_groups_of_four(arrive_together: bool) -> None:
     scheduler = Scheduler(blocks=64, block_size=16, chunk_tokens=64, window=2, context=128)

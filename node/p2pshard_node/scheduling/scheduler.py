@@ -36,6 +36,9 @@ cost about as much, and where stages share a machine's memory, two groups of one
 SHARED_CHUNK = 64
 """Prompt tokens of a step while other sequences wait for their next token: it comes no later than so many tokens take
 on each stage. Kernels take prompts in tiles of as many, so that larger steps would hardly be faster."""
+STEPS_EACH = 4
+"""Steps for each stage that what is to be read of prompts is taken in, at least: with one step each, every stage but one
+would stand still at any time."""
 GROWTH_BLOCKS = 4
 """That each running sequence must be able to take before another is admitted; doubled for one each time it
 lost its blocks, so that this happens seldom, and never for ever."""
@@ -192,9 +195,7 @@ class Scheduler:
         reading = (bool(self._prefill) or self._admit()) and (self._chunk > 1 or not self._prefilled)
         decodes = self._decode_rows(keep=int(reading))
         used = sum(len(row.token_ids) for row in decodes)
-        budget = self._chunk - used
-        if len(self._running) > len(self._prefill):
-            budget = min(budget, SHARED_CHUNK)
+        budget = min(self._chunk - used, self._prompt_tokens())
         rows = (*decodes, *self._prefill_rows(budget, self._max_samples - used))
         freed, self._freed = tuple(self._freed), []
         if not rows and not freed:
@@ -213,6 +214,16 @@ class Scheduler:
         if decodes:
             self._decode_steps.add(step.number)
         return step
+
+    def _prompt_tokens(self) -> int:
+        """Most tokens of prompts that the next step takes: few while others wait for a token of theirs, and not so many
+        that stages wait for the first step or the last."""
+        if len(self._running) > len(self._prefill):
+            return SHARED_CHUNK
+        if self.window == 1:
+            return self._chunk
+        unread = sum(len(s.ids) - s.sent for s in self._prefill) + sum(len(s.ids) for s in self._waiting)
+        return max(1, math.ceil(unread / (self.window * SHARED_CHUNK * STEPS_EACH))) * SHARED_CHUNK
 
     def _decode_rows(self, keep: int) -> tuple[StepRow, ...]:
         """The next group: as many as stages can work on at once, none below `MIN_GROUP` by choice."""
