@@ -28,12 +28,13 @@ DTYPE = "float32"
 
 def main(console: Console) -> int:
     """Run the demo; the exit code."""
-    console.print(f"[bold]1. Pull {MODEL}[/] (once; about 100 MB)")
-    if subprocess.run([sys.executable, "-m", "p2pshard.cli", "pull", MODEL], check=False).returncode:
-        return 1
     nodes = LocalNodes()
     code = 1
     try:
+        console.print(f"[bold]1. Pull {MODEL}[/] (once; about 100 MB)")
+        pulled = subprocess.run([sys.executable, "-m", "p2pshard.cli", "pull", MODEL], check=False).returncode
+        if pulled:
+            return pulled
         code = _show(console, nodes)
     except KeyboardInterrupt:
         code = 130

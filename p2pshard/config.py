@@ -42,6 +42,8 @@ TENSOR_CACHE = 64 * 2**30
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_LEAST_SIZE = 10**6
+"""Whoever gives less has forgotten the unit."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -133,7 +135,7 @@ def _name(value: Any) -> str:
     text = _string(value)
     if not _NAME.fullmatch(text):
         raise ValueError(
-            "it must be 1 to 63 letters, digits, dots, dashes or underscores, a letter or digit first"
+            "it must be 1 to 63 of a-z, A-Z, 0-9, dot, dash and underscore, a letter or digit first"
         )
     return text
 
@@ -146,8 +148,10 @@ def _size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError('it must be bytes or a size such as "600MB"')
     size = value if isinstance(value, int) else parse_size(value)
-    if size < 1:
-        raise ValueError("it must be above 0 bytes")
+    if size < _LEAST_SIZE:
+        raise ValueError(
+            f'that is {size} bytes, and nothing fits into it; give a unit, such as "600MB" or "8GB"'
+        )
     return size
 
 
@@ -239,6 +243,26 @@ def _defaults() -> dict[str, Any]:
     }
 
 
+def _variables(setting: str) -> tuple[str, ...]:
+    """Names in the environment: of the setting, and of its flag where that is in the singular."""
+    names = (setting, "peer") if setting == "peers" else (setting,)
+    return tuple(f"P2PSHARD_{name.upper()}" for name in names)
+
+
+def _misspelt(environ: Mapping[str, str]) -> None:
+    """Raise `InvalidRequest` for a variable that looks like that of a setting and is none."""
+    known = {variable for key in _READERS for variable in _variables(key)} | {
+        "P2PSHARD_CONFIG",
+        "P2PSHARD_NODE",
+    }
+    for variable in environ:
+        if not variable.startswith("P2PSHARD_") or variable in known:
+            continue
+        near = difflib.get_close_matches(variable, known, n=1, cutoff=0.85)
+        if near:
+            raise InvalidRequest(f"there is no variable {variable}; did you mean {near[0]}?", field=variable)
+
+
 def _read(setting: str, value: Any, source: str) -> Any:
     try:
         return _READERS[setting](value)
@@ -282,11 +306,12 @@ def load_config(
         InvalidRequest: a value that cannot be right, an unknown setting, or a file that was named and
             cannot be read. The message names the source.
     """
+    _misspelt(environ)
     given: dict[str, Any] = {}
     for key in _READERS:
-        variable = f"P2PSHARD_{key.upper()}"
-        if environ.get(variable, "").strip():
-            given[key] = _read(key, environ[variable], variable)
+        for variable in _variables(key):
+            if environ.get(variable, "").strip():
+                given[key] = _read(key, environ[variable], variable)
     for key, value in (flags or {}).items():
         if value is None or (key == "peers" and not value):
             continue

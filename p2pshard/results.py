@@ -383,6 +383,7 @@ class KvUse:
     """KV blocks of one worker."""
 
     node: str
+    model: str
     blocks_used: int
     blocks_total: int
 
@@ -416,7 +417,9 @@ class Requests(_AsSent):
                     for r in value["requests"]
                 ),
                 kv=tuple(
-                    KvUse(str(k["node"]), int(k["blocks_used"]), int(k["blocks_total"]))
+                    KvUse(
+                        str(k["node"]), str(k.get("model", "")), int(k["blocks_used"]), int(k["blocks_total"])
+                    )
                     for k in value.get("kv") or ()
                 ),
                 json=value,

@@ -102,6 +102,8 @@ class FakeNode(control_pb2_grpc.NodeServicer):
         """A generation was cancelled by its client."""
         self.shut_down = threading.Event()
         self.port = 0
+        self.pid = 0
+        """Of the daemon that it says it is; 0: none."""
         self._stop: Callable[[], None] = lambda: None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -179,11 +181,11 @@ class FakeNode(control_pb2_grpc.NodeServicer):
         await self._answer(request, context)
         return control_pb2.Empty()
 
-    async def Shutdown(self, request: Any, context: Any) -> control_pb2.Empty:
+    async def Shutdown(self, request: Any, context: Any) -> control_pb2.ShutdownReply:
         await self._answer(request, context)
         self.shut_down.set()
         asyncio.get_running_loop().call_later(0.2, self._stop)
-        return control_pb2.Empty()
+        return control_pb2.ShutdownReply(pid=self.pid)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[generate_pb2.GenerateEvent]:
         await self._answer(request, context)

@@ -17,7 +17,7 @@ from p2pshard.config import DaemonConfig, load_config, parse_address
 from p2pshard.credentials import Credentials
 from p2pshard.discovery import PROTOCOL, Announcement, Discovery
 from p2pshard.errors import Conflict, P2PShardError
-from p2pshard.transport.channels import bind, make_server
+from p2pshard.transport.channels import bind, check_bindable, make_server
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
 from p2pshard.version import __version__
@@ -78,6 +78,7 @@ class Daemon:
         try:
             self.port = bind(server, self._credentials, config.bind, [config.port])
         except OSError as error:
+            check_bindable(config.bind)
             raise Conflict(
                 f"port {config.port} on {config.bind} is taken: another daemon, or another program; give --port (and --api-port)"
             ) from error
@@ -110,6 +111,7 @@ class Daemon:
         try:
             self._api = await serve(create_app(self.gateway, self.cluster), config.bind, config.api_port)
         except OSError as error:
+            check_bindable(config.bind)
             raise Conflict(
                 f"API port {config.api_port} on {config.bind} is taken: another daemon, or another program; give --api-port"
             ) from error

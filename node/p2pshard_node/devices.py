@@ -10,6 +10,7 @@ import psutil
 
 from p2pshard.errors import P2PShardError
 from p2pshard.transport.generated import control_pb2 as pb
+from p2pshard.units import format_bytes
 
 from .cluster.traces import trace_to_proto
 from .probe import probe_memory
@@ -103,6 +104,13 @@ class Devices:
             except (P2PShardError, OSError) as error:
                 _log.error("probe failed; trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
+        if self.available() < self._supervisor.base_bytes:
+            _log.warning(
+                "this node can hold no layer: a worker alone takes %s and %s is what it may use; give a larger --memory, "
+                "or end other programs",
+                format_bytes(self._supervisor.base_bytes),
+                format_bytes(self.available()),
+            )
         rounds = Rounds("memory", _log)
         while True:
             with rounds.one():

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from p2pshard.errors import InvalidRequest
+
 from . import platform
 from .json_files import JsonFiles, read_json, write_json
 
@@ -31,9 +33,18 @@ class Identity:
 
     @classmethod
     def open(cls, data_dir: Path) -> Identity:
-        """Create or take over the data directory. Raises `Conflict` if another daemon has it."""
-        platform.make_private(data_dir)
-        lock = platform.lock_file(data_dir / "lock")
+        """Create or take over the data directory.
+
+        Raises `Conflict` if another daemon has it, `InvalidRequest` if it cannot be one.
+        """
+        try:
+            platform.make_private(data_dir)
+            lock = platform.lock_file(data_dir / "lock")
+        except OSError as error:
+            raise InvalidRequest(
+                f"the data directory {data_dir} cannot be used: {error.strerror or error}; give another --data-dir",
+                field="data_dir",
+            ) from error
         try:
             stored = read_json(data_dir / "identity.json") or {}
             node_id = stored.get("id", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -108,7 +109,7 @@ class NodeService(control_pb2_grpc.NodeServicer):
                     del row["path"]
             return control_pb2.StatusReply(json=json.dumps(reply))
 
-    async def Shutdown(self, request: control_pb2.Empty, context: Any) -> control_pb2.Empty:
+    async def Shutdown(self, request: control_pb2.Empty, context: Any) -> control_pb2.ShutdownReply:
         async with _errors_cross(context):
             if not is_local(context.peer()):
                 raise Refused(
@@ -118,4 +119,4 @@ class NodeService(control_pb2_grpc.NodeServicer):
             stopping = self._shutdown()
             if stopping is not None:
                 await stopping
-            return control_pb2.Empty()
+            return control_pb2.ShutdownReply(pid=os.getpid())

@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -68,9 +68,13 @@ def invoke(arguments: Sequence[str]) -> int:
         result: Any = cli.main(args=list(arguments), prog_name="p2pshard", standalone_mode=False, obj=session)
     except click.ClickException as error:
         error.show()
+        if session.json or "--json" in arguments:  # flags after the wrong one have not been read
+            _print_error({"code": "usage", "message": error.format_message(), "details": {}})
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         console_err.print("interrupted", style="yellow")
+        if session.json:
+            _print_error({"code": "interrupted", "message": "interrupted", "details": {}})
         return 130
     except P2PShardError as error:
         _report(error, session)
@@ -84,10 +88,14 @@ def invoke(arguments: Sequence[str]) -> int:
 
 def _report(error: P2PShardError, session: Session) -> None:
     if session.json:
-        click.echo(json.dumps({"error": error.to_wire()}))
+        _print_error(error.to_wire())
     console_err.print(f"[bold red]error:[/] {_escaped(error.message)}", soft_wrap=True)
     if isinstance(error, DoesNotFit) and not session.json:
         show_refusal(error.details)
+
+
+def _print_error(error: Mapping[str, Any]) -> None:
+    click.echo(json.dumps({"error": error}))
 
 
 def _escaped(text: str) -> str:

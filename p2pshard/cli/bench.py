@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from p2pshard.bench import Measured, measure
-from p2pshard.cli.bench_output import bench_table, trace_table
+from p2pshard.cli.bench_output import bench_table, trace_tables
 from p2pshard.cli.options import json_flag, node_flag, plan_flags, plan_options
 from p2pshard.cli.output import console, console_err, plan_table, print_json
 from p2pshard.cli.progress import DeployDisplay
@@ -135,7 +135,8 @@ async def _bench(
     console.print(bench_table([m.figures for m in results]))
     for measured in results:
         if measured.trace is not None:
-            console.print(trace_table(measured.trace, plan, names, measured.figures.streams))
+            for table in trace_tables(measured.trace, plan, names, measured.figures.streams):
+                console.print(table)
     if any(m.figures.tokens_per_second is None for m in results):
         console_err.print(
             "streams were not given tokens all at once: the first had ended before the last began. "

@@ -11,7 +11,7 @@ from p2pshard.cli.output import make_table
 from p2pshard.planning.plan import Plan
 from p2pshard.trace import Spread, Trace
 
-__all__ = ["bench_table", "trace_table"]
+__all__ = ["bench_table", "trace_tables"]
 
 
 def bench_table(figures: Sequence[Figures]) -> Table:
@@ -29,24 +29,18 @@ def bench_table(figures: Sequence[Figures]) -> Table:
     return table
 
 
-def trace_table(trace: Trace, plan: Plan, names: Mapping[str, str], streams: int) -> Table:
+def trace_tables(trace: Trace, plan: Plan, names: Mapping[str, str], streams: int) -> list[Table]:
     """Where a step's time goes, stage by stage, for tokens and for prompts."""
-    right = ("busy", "queue", "compute", "sample", "serialise", "bytes/token in")
-    table = make_table(
-        f"A step of {streams} stream{'s'[: streams > 1]}, ms (median / p95)",
-        "",
-        "stage",
-        *right,
-        right=right,
-    )
-    rest = []
+    tables = []
     for kind, phase in (("decode", trace.decode), ("prefill", trace.prefill)):
         if phase is None:
             continue
-        for index, (planned, stage) in enumerate(zip(plan.stages, phase.stages, strict=True)):
+        right = ("busy", "queue", "compute", "sample", "serialise", "B/token in")
+        title = f"A {kind} step of {streams} stream{'s'[: streams > 1]}, ms (median / p95)"
+        table = make_table(title, "stage", *right, right=right)
+        for planned, stage in zip(plan.stages, phase.stages, strict=True):
             table.add_row(
-                kind if index == 0 else "",
-                f"{index} {names.get(planned.node, planned.node[:12])}",
+                names.get(planned.node, planned.node[:12]),
                 f"{stage.busy:.0%}",
                 _spread(stage.queue_ms),
                 _spread(stage.compute_ms),
@@ -54,15 +48,15 @@ def trace_table(trace: Trace, plan: Plan, names: Mapping[str, str], streams: int
                 _spread(stage.serialise_ms),
                 f"{stage.bytes_per_token:,.0f}",
             )
-        rest.append(
-            f"{kind}: round trip {_spread(phase.round_trip_ms)}, on the wire {_spread(phase.wire_ms)} an edge, "
-            f"with serialising {_spread(phase.hop_overhead_ms)}"
-        )
-    table.caption, table.caption_justify = "\n".join(rest), "left"
-    return table
+        caption = f"round trip {_spread(phase.round_trip_ms)}"
+        if len(plan.stages) > 1:
+            caption += f", on the wire {_spread(phase.wire_ms)} an edge, with serialising {_spread(phase.hop_overhead_ms)}"
+        table.caption, table.caption_justify = caption, "left"
+        tables.append(table)
+    return tables
 
 
 def _spread(value: Spread) -> str:
     """Median and p95 with as many digits as tell something."""
     digits = 2 if value.p95 < 10 else 1 if value.p95 < 100 else 0
-    return f"{value.median:,.{digits}f} / {value.p95:,.{digits}f}"
+    return f"{value.median:,.{digits}f}/{value.p95:,.{digits}f}"

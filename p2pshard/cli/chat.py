@@ -60,6 +60,11 @@ def command(
                 continue
             if not said:
                 continue
+            if said.startswith("/") and " " not in said:
+                console_err.print(
+                    f"there is no {said}; /reset forgets, /exit leaves", style="yellow", markup=False
+                )
+                continue
             asked: list[Message] = [*history, {"role": "user", "content": said}]
             answer = _answer(client, deployment.model, asked, options)
             if answer is not None:
@@ -76,16 +81,17 @@ def _ask() -> str | None:
 
 def _answer(client: Client, model: str, messages: list[Message], options: GenerateOptions) -> str | None:
     """Print the answer as it comes; what was printed. None when the question failed: it leaves no trace."""
-    with client.chat(model, messages, **options) as stream:
-        try:
-            for piece in stream:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            console_err.print(" (stopped)", style="yellow")
-        except P2PShardError as error:
-            console_err.print(f"error: {error.message}", style="bold red", markup=False)
-            return None
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        return stream.result().text
+    try:
+        with client.chat(model, messages, **options) as stream:
+            try:
+                for piece in stream:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+            except KeyboardInterrupt:
+                console_err.print(" (stopped)", style="yellow")
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            return stream.result().text
+    except P2PShardError as error:
+        console_err.print(f"error: {error.message}", style="bold red", markup=False)
+        return None

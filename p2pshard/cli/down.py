@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import click
@@ -28,14 +29,42 @@ def command(nodes_at: tuple[str, ...], timeout: float) -> None:
     # never one that zeroconf found: "down" without an address means here
     with Client(nodes_at or (local_address(),)) as client:
         address = client.connect()
-        client.shutdown()
+        pid = client.shutdown()
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        try:
-            with Client(address, connect_timeout_s=0.5) as probe:
-                probe.connect()
-        except NodeUnreachable:
-            console_err.print(f"the daemon at {address} is stopped")
-            return
+    while _answers(address):
+        if time.monotonic() > deadline:
+            raise Internal(
+                f"the daemon at {address} took the request to stop and still answers after {timeout:g} s"
+            )
         time.sleep(0.1)
-    raise Internal(f"the daemon at {address} took the request to stop and still answers after {timeout:g} s")
+    while _runs(pid):  # it ends its workers after it stopped answering, and has its data directory until then
+        if time.monotonic() > deadline:
+            console_err.print(
+                f"the daemon at {address} answers no more; its process {pid} is still there after {timeout:g} s",
+                style="yellow",
+            )
+            return
+        time.sleep(0.05)
+    console_err.print(f"the daemon at {address} is stopped")
+
+
+def _answers(address: str) -> bool:
+    try:
+        with Client(address, connect_timeout_s=0.5) as probe:
+            probe.connect()
+    except NodeUnreachable:
+        return False
+    return True
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process of this machine; unknown, hence no, on Windows, where asking would end it."""
+    if pid == 0 or os.name != "posix":
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

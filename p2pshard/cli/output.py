@@ -45,8 +45,9 @@ def print_json(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps(value, ensure_ascii=False))
 
 
-def make_table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    """Narrow, so that a plan fits 80 columns; ``right``: columns of numbers, which never wrap."""
+def make_table(title: str, *columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+    """Narrow, so that a plan fits 80 columns. ``right``: columns of numbers; they, and those of ``whole``, are shown
+    as they are however narrow the console is: others are wrapped instead."""
     table = Table(
         title=title,
         title_justify="left",
@@ -57,7 +58,12 @@ def make_table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
     )
     for column in columns:
         number = column in right
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        table.add_column(
+            column,
+            justify="right" if number else "left",
+            no_wrap=number or column in whole,
+            overflow="ellipsis" if number else "fold",
+        )
     return table
 
 
@@ -67,22 +73,26 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
     table = make_table(
         f"{plan.model}: {plan.layers} layers in {len(plan.stages)} stage{'s'[: len(plan.stages) > 1]}, "
         f"{plan.dtype}, context {plan.context:,}, {plan.numerics}",
-        "#",
         "node",
-        "dev",
+        "device",
         "layers",
         *sizes,
-        right=("#", *sizes),
+        right=sizes,
+        whole=("device", "layers"),
     )
-    for index, stage in enumerate(plan.stages):
-        layers = f"{stage.layers[0]}-{stage.layers[1]}"
-        layers += " +emb" * stage.embedding + " +head" * stage.head
+    table.columns[0].min_width = 4
+    for stage in plan.stages:
+        # embedding and head under the layers they belong to: a row of its own is narrower than a longer one
+        parts = [
+            f"{stage.layers[0]}-{stage.layers[1]}",
+            *["+ embed"] * stage.embedding,
+            *["+ head"] * stage.head,
+        ]
         for rank in stage.ranks:
             table.add_row(
-                str(index),
                 names.get(rank.node, rank.node[:12]),
                 rank.device,
-                layers,
+                "\n".join(parts),
                 *(
                     format_bytes(n)
                     for n in (
@@ -183,8 +193,11 @@ def nodes_table(status: ClusterStatus) -> Table:
             n.id[:12],
             "\n".join(n.addresses),
             n.device,
-            format_bytes(n.memory_free),
-            format_bytes(n.memory_budget),
+            *(
+                (format_bytes(n.memory_free), format_bytes(n.memory_budget))
+                if n.device
+                else ("measuring", "measuring")
+            ),
             format_bytes(n.bytes_received),
         )
     return table
@@ -222,7 +235,9 @@ def deployments_table(deployments: Sequence[Deployment], names: Mapping[str, str
 
 
 def models_table(models: Sequence[ModelEntry], names: Mapping[str, str]) -> Table:
-    table = make_table("Models on the nodes", "name", "size", "nodes", "path", right=("size",))
+    table = make_table(
+        "Models on the nodes", "name", "size", "nodes", "path", right=("size",), whole=("name",)
+    )
     count = Counter(m.name for m in models)
     for m in models:
         content = f" ({m.digest[:12] or 'not hashed yet'})" if count[m.name] > 1 else ""
@@ -233,10 +248,14 @@ def models_table(models: Sequence[ModelEntry], names: Mapping[str, str]) -> Tabl
 
 def catalogue_table(entries: Iterable[CatalogueEntry], held: Collection[str]) -> Table:
     """``held``: names that some node has already."""
-    table = make_table("Known by name", "name", "size", "what", "license", "", right=("size",))
+    table = make_table(
+        "Known by name", "name", "size", "what", "license", "here", right=("size",), whole=("name", "here")
+    )
     for e in entries:
-        hint = "on a node" if e.name in held else f"p2pshard pull {e.name}"
-        table.add_row(e.name, format_bytes(e.nbytes), e.description, e.license, hint)
+        table.add_row(
+            e.name, format_bytes(e.nbytes), e.description, e.license, "yes" if e.name in held else ""
+        )
+    table.caption, table.caption_justify = "`p2pshard pull NAME` gets one", "left"
     return table
 
 
@@ -259,7 +278,7 @@ def say_unreachable(missing: Iterable[Unreachable], names: Mapping[str, str]) ->
 
 
 def kv_table(requests: Requests, names: Mapping[str, str]) -> Table:
-    table = make_table("KV blocks", "node", "used", "total", right=("used", "total"))
+    table = make_table("KV blocks", "node", "model", "used", "total", right=("used", "total"))
     for k in requests.kv:
-        table.add_row(names.get(k.node, k.node[:12]), f"{k.blocks_used:,}", f"{k.blocks_total:,}")
+        table.add_row(names.get(k.node, k.node[:12]), k.model, f"{k.blocks_used:,}", f"{k.blocks_total:,}")
     return table

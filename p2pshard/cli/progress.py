@@ -52,7 +52,7 @@ class DeployDisplay:
             f" ({deployment.reason})" if deployment.reason else ""
         )
         if not self._live:
-            line += f" [{', '.join(phases)}]" if phases else ""
+            line += f" [{', '.join(phases)}]" if phases and deployment.state != "ready" else ""
         if line != self._shown and not (deployment.state == "ready" and not self._shown):
             self._shown = line
             console_err.print(line, markup=False, soft_wrap=True)

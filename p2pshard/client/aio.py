@@ -10,7 +10,14 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from p2pshard.client.options import GenerateOptions, Message, PlanOptions, apply_options, settings_json
+from p2pshard.client.options import (
+    GenerateOptions,
+    Message,
+    PlanOptions,
+    apply_options,
+    checked_text,
+    settings_json,
+)
 from p2pshard.client.references import resolve_reference
 from p2pshard.client.stream import AsyncStream, json_object
 from p2pshard.config import local_address, parse_address
@@ -221,14 +228,15 @@ class AsyncClient:
             )
         )
 
-    async def shutdown(self) -> None:
-        """Stop the daemon that answers; it takes this only from its own machine.
+    async def shutdown(self) -> int:
+        """Stop the daemon that answers; it takes this only from its own machine. Returns its process id.
 
         Raises:
             Refused: the daemon is on another machine.
             NodeUnreachable: no daemon answers.
         """
-        await self._once(lambda _, stub: stub.Shutdown(control_pb2.Empty(), timeout=_CALL_S))
+        reply = await self._once(lambda _, stub: stub.Shutdown(control_pb2.Empty(), timeout=_CALL_S))
+        return int(reply.pid)
 
     # -- deployments ----------------------------------------------------------------------------
     async def plan(self, model: str, **options: Unpack[PlanOptions]) -> PlanResult:
@@ -321,7 +329,7 @@ class AsyncClient:
         """
         request = generate_pb2.GenerateRequest()
         if isinstance(prompt, str):
-            request.prompt = prompt
+            request.prompt = checked_text(prompt, "prompt")
         else:
             request.prompt_ids.SetInParent()
             try:
@@ -351,7 +359,8 @@ class AsyncClient:
                     f"a chat message has exactly 'role' and 'content', both text; got {dict(message)!r}",
                     field="messages",
                 )
-            request.chat.messages.add(role=message["role"], content=message["content"])
+            role, content = (checked_text(message[key], "messages") for key in ("role", "content"))
+            request.chat.messages.add(role=role, content=content)
         return self._stream(model, request, options)
 
     def _stream(

@@ -11,7 +11,7 @@ from p2pshard.sampling import SamplingParams
 from p2pshard.speculation import draft_of
 from p2pshard.transport.generated import generate_pb2
 
-__all__ = ["GenerateOptions", "Message", "PlanOptions", "apply_options", "settings_json"]
+__all__ = ["GenerateOptions", "Message", "PlanOptions", "apply_options", "checked_text", "settings_json"]
 
 
 Message = Mapping[str, str]
@@ -96,6 +96,20 @@ def settings_json(
     )
 
 
+def checked_text(value: object, field: str) -> str:
+    """The text as it is. Raises `InvalidRequest` for what is none, or has characters that no encoding has, as Python
+    makes of bytes that are not UTF-8."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field} is to be text and is {type(value).__name__}", field=field)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{field} is not text: character {error.start} comes of bytes that are not UTF-8", field=field
+        ) from error
+    return value
+
+
 def apply_options(
     request: generate_pb2.GenerateRequest,
     *,
@@ -109,17 +123,20 @@ def apply_options(
     **sampling: Any,
 ) -> None:
     """Write `GenerateOptions` into a request. Raises `InvalidRequest` for a value out of range."""
-    if max_tokens is not None and not 1 <= max_tokens < 2**32:
-        raise InvalidRequest(f"max_tokens is {max_tokens}; it must be 1 or more", field="max_tokens")
-    if deadline_s is not None and not 0 < deadline_s < float("inf"):
-        raise InvalidRequest(f"deadline_s is {deadline_s}; it must be above 0", field="deadline_s")
+    if max_tokens is not None and not (isinstance(max_tokens, int) and 1 <= max_tokens < 2**32):
+        raise InvalidRequest(
+            f"max_tokens is {max_tokens!r}; it must be a number from 1 on", field="max_tokens"
+        )
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and 0 < deadline_s < float("inf")):
+        raise InvalidRequest(f"deadline_s is {deadline_s!r}; it must be seconds above 0", field="deadline_s")
     params = SamplingParams(
         seed=0 if seed is None else seed, logprobs=-1 if logprobs is None else logprobs, **sampling
     )
     request.sampling.CopyFrom(params.to_proto())
     request.has_seed = seed is not None
     request.max_tokens = max_tokens or 0
-    request.stop.extend([stop] if isinstance(stop, str) else stop)
+    for text in [stop] if isinstance(stop, str) else stop:
+        request.stop.append(checked_text(text, "stop"))
     request.deadline_s = deadline_s or 0.0
     request.ignore_eos = ignore_eos
     request.draft = draft_of(speculation)

@@ -214,9 +214,9 @@ class Client:
         """See `AsyncClient.models`."""
         return self._thread.run(self._client.models())
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> int:
         """See `AsyncClient.shutdown`."""
-        self._thread.run(self._client.shutdown())
+        return self._thread.run(self._client.shutdown())
 
     def undeploy(self, model: str) -> None:
         """See `AsyncClient.undeploy`."""

@@ -52,8 +52,12 @@ def refusal(
     elif shortfall:
         used = cluster.count or len(cluster.nodes)
         reason = f"{format_bytes(shortfall)} short on {used} node{'s'[: used > 1]}"
-    else:
+    elif _fits(_all_linked(cluster), model, needed):
         reason = "the nodes that have the memory cannot all reach each other"
+    elif cluster.pins:
+        reason = "the layers that --layers gives to no node have no node left that could take them"
+    else:
+        reason = "layers and nodes cannot be matched"
     return DoesNotFit(
         f"{model.name or 'the model'} in {model.dtype} with context {needed.context} x {needed.concurrency} "
         f"does not fit: {reason}",
@@ -157,6 +161,12 @@ def _joined(cluster: Cluster, budget: int) -> Cluster:
     return replace(cluster, nodes=tuple(nodes), pairs=pairs)
 
 
+def _all_linked(cluster: Cluster) -> Cluster:
+    """As if all nodes reached each other."""
+    ids = [node.node for node in cluster.nodes]
+    return replace(cluster, pairs=frozenset(frozenset((a, b)) for a in ids for b in ids if a != b))
+
+
 def _smaller_context(cluster: Cluster, model: ModelProfile, settings: Settings) -> list[str]:
     asked = least_context(model, settings)
 
@@ -199,6 +209,8 @@ def _one_more_node(cluster: Cluster, model: ModelProfile, settings: Settings) ->
     count = cluster.count
     if count is not None and count <= len(cluster.nodes):
         cluster = replace(cluster, count=None)
+        if _fits(cluster, model, settings):
+            return []  # the number of nodes is what is in the way
     megabytes = _least(lambda n: _fits(_joined(cluster, n * 10**6), model, settings), _MOST // 10**6)
     if megabytes is None:
         return []
@@ -232,8 +244,7 @@ def _missing_links(cluster: Cluster, model: ModelProfile, settings: Settings) ->
     absent = [(a, b) for i, a in enumerate(ids) for b in ids[i + 1 :] if not cluster.linked(a, b)]
     if not absent:
         return []
-    full = replace(cluster, pairs=cluster.pairs | {frozenset(pair) for pair in absent})
-    if not _fits(full, model, settings):
+    if not _fits(_all_linked(cluster), model, settings):
         return []
     shown = ", ".join(f"{names[a]} and {names[b]}" for a, b in absent[:4])
     more = f" and {len(absent) - 4} more pairs" if len(absent) > 4 else ""

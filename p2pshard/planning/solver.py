@@ -41,6 +41,8 @@ LEAST_CONTEXT = 8192
 """Without a context asked for: at least this, or the model's maximum if that is less."""
 _NOISE = 1.25
 """Two measurements of one machine differ by up to so much; a plan should not."""
+_ID_PREFIX = 6
+"""Characters of an id that are taken for it."""
 _KV_READ = 0.25
 """Of the room for keys and values, what a decode step reads beside all weights: half of the sequences, half full."""
 _INVARIANT = ("int8", "int4")
@@ -157,7 +159,7 @@ def choose_candidates(
 
 
 def member_called(members: Mapping[str, str], name: str, field: str) -> str:
-    """The id of the one member that a user means by an id or a name.
+    """The id of the one member that a user means by a name, an id or the beginning of one, as `status` shows it.
 
     Args:
         members: names by id.
@@ -167,6 +169,8 @@ def member_called(members: Mapping[str, str], name: str, field: str) -> str:
         InvalidRequest: no member is called so, or several are.
     """
     found = [node for node, called in members.items() if name in (node, called)]
+    if not found and len(name) >= _ID_PREFIX:
+        found = [node for node in members if node.startswith(name)]
     if len(found) == 1:
         return found[0]
     if found:

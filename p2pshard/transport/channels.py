@@ -8,6 +8,7 @@ accident between two processes.
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from p2pshard.errors import (
     Cancelled,
     DeadlineExceeded,
     Internal,
+    InvalidRequest,
     NodeUnreachable,
     Overloaded,
     P2PShardError,
@@ -33,6 +35,7 @@ __all__ = [
     "abort_with",
     "add_raw_methods",
     "bind",
+    "check_bindable",
     "error_of",
     "make_channel",
     "make_server",
@@ -127,6 +130,20 @@ def bind(
         if bound:
             return int(bound)
     raise OSError(f"no free port on {host}: tried {', '.join(map(str, ports))}")
+
+
+def check_bindable(host: str) -> None:
+    """Raise `InvalidRequest` for a host that no port of this machine can be bound on."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+    except OSError as error:
+        raise InvalidRequest(
+            f"this machine has no address {host}: {error.strerror or error}; give one of its own to --bind",
+            field="bind",
+        ) from error
 
 
 def add_raw_methods(server: grpc.aio.Server, service: str, methods: Mapping[str, Any]) -> None:

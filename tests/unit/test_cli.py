@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from p2pshard.cli.app import invoke
+from p2pshard.cli.output import console, console_err
 from p2pshard.errors import DoesNotFit, StageLost
 from tests.fake_node import PLAN, STATUS, FakeNode
 
@@ -184,6 +186,25 @@ def test_down_waits_until_the_daemon_is_gone(cli, node: FakeNode) -> None:
         assert s.connect_ex(("127.0.0.1", node.port)) != 0
 
 
+def test_down_waits_for_a_daemon_that_ends_its_workers_after_it_stopped_answering(
+    cli, node: FakeNode
+) -> None:
+    ending = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+    waiter = threading.Thread(target=ending.wait)  # as whoever started a daemon does
+    waiter.start()
+    node.pid = ending.pid
+    code, _, err = cli("down")
+    assert code == 0 and "is stopped" in err
+    assert ending.returncode == 0
+    waiter.join()
+
+
+def test_down_says_so_when_the_process_stays(cli, node: FakeNode) -> None:
+    node.pid = os.getpid()
+    code, _, err = cli("down", "--timeout", "1")
+    assert code == 0 and f"process {os.getpid()} is still there" in err
+
+
 def test_an_error_under_json_is_one_object_too(cli, node: FakeNode) -> None:
     node.error = StageLost("node b is gone", node="b", layers=[10, 19])
     code, out, err = cli("run", "tiny", "x", "--json")
@@ -236,6 +257,43 @@ def test_wrong_usage_exits_2(arguments: str, capsys) -> None:
     assert invoke(arguments.split()) == 2
     out, err = capsys.readouterr()
     assert (out, bool(err)) == ("", True)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["status --bogus --json", "run tiny --json", "run tiny x --json --max-tokens 0"]
+)
+def test_wrong_usage_under_json_is_one_object_too(arguments: str, capsys) -> None:
+    assert invoke(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    error = one_object(out)["error"]
+    assert error["code"] == "usage" and error["message"] in err
+
+
+@pytest.mark.parametrize("verb", ["run", "chat"])
+def test_a_prompt_that_is_no_text_is_wrong_usage(verb: str, cli, node: FakeNode, monkeypatch) -> None:
+    bad = b"caf\xe9".decode("utf-8", "surrogateescape")
+    if verb == "run":
+        for flags in ([], ["--raw"], ["--stop", bad]):
+            code, out, err = cli("run", "tiny", "x" if "--stop" in flags else bad, "--json", *flags)
+            assert (code, one_object(out)["error"]["code"]) == (2, "invalid_request"), err
+            assert "not UTF-8" in err
+    else:
+        lines = iter([bad, "/help", "/exit"])
+        monkeypatch.setattr("builtins.input", lambda _: next(lines))
+        code, out, err = cli("chat", "tiny")
+        assert (code, out) == (0, "") and "not UTF-8" in err and "no /help" in err
+    assert not [r for r in node.asked if hasattr(r, "sampling")]
+
+
+def test_a_plan_and_the_models_are_whole_on_a_console_of_80_columns(cli, monkeypatch) -> None:
+    for stream in (console, console_err):
+        monkeypatch.setattr(stream, "_width", 80)
+    _, out, _ = cli("plan", "tiny")
+    for text in ("node", "device", "layers", "weights", "budget", "0-9", "10-19"):
+        assert text in out, text
+    assert "…" not in out and max(map(len, out.splitlines())) <= 80
+    _, out, _ = cli("ls")
+    assert "qwen2.5-coder-1.5b-instruct" in out
 
 
 def test_a_local_file_and_a_remote_node(capsys, tmp_path: Path) -> None:
@@ -292,12 +350,14 @@ def test_interrupting_a_run_cancels_the_request_and_exits_130(node: FakeNode, ex
             time.sleep(0.05)
         time.sleep(0.3)
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate(timeout=10)
+        out, err = run.communicate(timeout=10)
     finally:
         if run.poll() is None:
             run.kill()
             run.wait()
     assert run.returncode == 130, err
+    if "--json" in extra:
+        assert one_object(out.decode())["error"]["code"] == "interrupted"
     assert node.cancelled.wait(2)
     assert b"Traceback" not in err
 

@@ -175,3 +175,16 @@ def test_the_example_file_is_right(tmp_path: Path) -> None:
     load_config({}, environ={}, config_path=file)
     named = set(re.findall(r"(?m)^(\w+) = ", text))
     assert named == set(DaemonConfig.__dataclass_fields__)
+
+
+def test_a_variable_is_named_like_its_flag_and_one_that_is_misspelt_is_refused(quiet: dict[str, str]) -> None:
+    assert load_config(environ={**quiet, "P2PSHARD_PEER": "10.0.0.1"}).peers == ("10.0.0.1:7332",)
+    with pytest.raises(InvalidRequest, match=r"P2PSHARD_PRT.*P2PSHARD_PORT"):
+        load_config(environ={**quiet, "P2PSHARD_PRT": "1"})
+    load_config(environ={**quiet, "P2PSHARD_NODE": "10.0.0.1", "P2PSHARD_SOMETHING_ELSE": "1"})
+
+
+@pytest.mark.parametrize("size", ["10", "1KB", "999999"])
+def test_a_budget_without_its_unit_is_refused(quiet: dict[str, str], size: str) -> None:
+    with pytest.raises(InvalidRequest, match="give a unit"):
+        load_config({"memory": size}, environ=quiet)

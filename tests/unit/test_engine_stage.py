@@ -288,7 +288,9 @@ def test_hidden_states_that_do_not_belong(folder: Path) -> None:
 
 def test_progress_reaches_its_total(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    load(DirectoryWeights(folder), LLAMA, (0, 5), 6, progress=lambda done, total: seen.append((done, total)))
+    load(
+        DirectoryWeights(folder), LLAMA, (0, 5), 6, progress=lambda _, done, total: seen.append((done, total))
+    )
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
 
 

@@ -181,7 +181,7 @@ async def test_max_tokens_by_default_is_what_the_context_has_left(bench: Bench) 
         (
             {"model": "other"},
             ModelNotFound,
-            r"'other' is not deployed \(deployed: tiny\); type: p2pshard deploy other",
+            r"'other' is not deployed \(deployed: tiny\); if a node has it: p2pshard deploy other",
         ),
         ({"prompt": None}, InvalidRequest, "no prompt"),
         ({"prompt": ""}, InvalidRequest, "empty"),

@@ -429,3 +429,18 @@ def test_whatever_happens_all_agree_again_when_it_is_over(story: list[tuple[str,
     assert net.agreed()
     for node, state in net.states.items():
         assert not state.is_member(node)
+
+
+def test_who_said_goodbye_is_not_listed_as_unreachable_and_whoever_vanished_is() -> None:
+    for goodbye in (True, False):
+        state = member_of(m.State(info("a")), info("b"))
+        at = address(info("b"))
+        if goodbye:
+            state, _ = m.apply(state, m.Left("b", "n1", 1.0))
+        else:
+            state = run(state, *(m.Tick(1.0 + i / 10) for i in range(60)))[0]
+        for now in (8.0, 9.0, 10.0):
+            state, _ = m.apply(state, m.DialFailed(at, "refused", now))
+        assert not state.is_member("b")
+        assert [row["code"] for row in m.not_joined(state)] == ([] if goodbye else ["unreachable"])
+        assert member_of(state, info("b", nonce="n2", incarnation=2), 11.0).is_member("b")

@@ -224,6 +224,31 @@ def test_exclusions_get_nothing() -> None:
     assert "it fits without --exclude host0" in error.details["suggestions"]
 
 
+def test_a_node_may_be_named_by_the_beginning_of_its_id() -> None:
+    nodes = [
+        NodeBudget("32a8b21a76f2aaaa", "one", budget_bytes=50 * GB),
+        NodeBudget("32a8b21a99999999", "two", budget_bytes=50 * GB),
+    ]
+    assert plan(nodes, flat(40, GB), exclude=("32a8b21a76f2",)).nodes == ("32a8b21a99999999",)
+    with pytest.raises(InvalidRequest, match="2 members are called"):
+        plan(nodes, flat(40, GB), exclude=("32a8b21a",))
+    with pytest.raises(InvalidRequest, match="no member is called '32a8'"):
+        plan(nodes, flat(40, GB), exclude=("32a8",))
+
+
+def test_a_pin_that_leaves_layers_without_a_node_is_told_as_that() -> None:
+    error = refused([node(0, 90 * GB)], flat(40, GB), layers=(Pin("host0", 0, 9),))
+    assert "no node left" in error.message and "reach each other" not in error.message
+    assert "it fits without --layers" in error.details["suggestions"]
+
+
+def test_where_the_number_of_nodes_is_in_the_way_no_node_is_asked_for() -> None:
+    nodes = [node(i, 15 * GB) for i in range(3)]
+    error = refused(nodes, flat(40, GB), nodes=1)
+    assert "it fits without --nodes" in error.details["suggestions"]
+    assert not any("one more node" in s for s in error.details["suggestions"])
+
+
 @pytest.mark.parametrize(
     ("wish", "words"),
     [

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from p2pshard.errors import InvalidRequest, ModelNotFound, NodeUnreachable, P2PShardError
+from p2pshard.models.catalogue import CATALOGUE
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
@@ -115,8 +116,7 @@ class Survey:
             raise error
         silent = "".join(f"; {self._name(n)} did not say: {e.message}" for n, e in held.failed.items())
         raise ModelNotFound(
-            f"no model {name!r} on this node or on the {len(held.given)} others that answered{silent}; "
-            "see `p2pshard ls`, get it with `p2pshard pull`, or give its path",
+            f"no model {name!r} on this node{_or_others(len(held.given))}{silent}; {_how_to_get(name)}",
             model=name,
         )
 
@@ -173,6 +173,16 @@ def merge_models(held: Mapping[str, Iterable[pb.HeldModel]]) -> list[dict[str, A
             for digest, nodes in sorted(contents.items())
         )
     return rows
+
+
+def _or_others(count: int) -> str:
+    return f" or on the {count} other{'s'[: count > 1]} that answered" if count else ""
+
+
+def _how_to_get(name: str) -> str:
+    if name in CATALOGUE:
+        return f"get it with `p2pshard pull {name}`"
+    return "`p2pshard ls` lists models and what can be pulled; a file or folder is given by its path"
 
 
 def one_meaning(name: str, digests: Mapping[str, str], names: Mapping[str, str]) -> Found:

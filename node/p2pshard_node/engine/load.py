@@ -15,7 +15,7 @@ from p2pshard.models.groups import LANES, GroupLayout, grouped_as
 from p2pshard_node.engine import compat
 from p2pshard_node.engine.build import StageModules
 from p2pshard_node.engine.embedding import QuantEmbedding
-from p2pshard_node.engine.fused.prepare import prepare
+from p2pshard_node.engine.fused.prepare import COMPILING, prepare
 from p2pshard_node.engine.groups.check import check_exact
 from p2pshard_node.engine.groups.linear import GroupLinear, is_wide
 from p2pshard_node.engine.groups.make import make_groups
@@ -67,7 +67,7 @@ def load_weights(
     int8: bool = False,
     int4: bool = False,
     device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Give every parameter of `modules` its value.
 
@@ -79,7 +79,7 @@ def load_weights(
             f"{'int8' if int8 else 'int4'} runs on processors only, not on {device}; "
             "use bfloat16 or float16 there"
         )
-    _Loader(modules, weights, int8, int4, device, progress or (lambda done, total: None)).run()
+    _Loader(modules, weights, int8, int4, device, progress or (lambda *_: None)).run()
 
 
 class _Loader:
@@ -90,7 +90,7 @@ class _Loader:
         int8: bool,
         int4: bool,
         device: str,
-        progress: Callable[[int, int], None],
+        progress: Callable[[str, int, int], None],
     ) -> None:
         self.modules, self.weights, self.device, self.progress = modules, weights, device, progress
         self.int8, self.int4 = int8, int4
@@ -203,7 +203,10 @@ class _Loader:
         self._tell()
 
     def _tell(self) -> None:
-        self.progress(min(self.done, self.total), self.total)
+        self.progress("loading", min(self.done, self.total), self.total)
+
+    def _tell_compiling(self) -> None:
+        self.progress(COMPILING, 0, 0)
 
     def _quantise(
         self, target: str, rows: Rows, shape: tuple[int, ...], source: str | None, owner: nn.Module
@@ -230,7 +233,7 @@ class _Loader:
 
     def _linear(self, matrix: GroupMatrix, path: str, bias: object) -> GroupLinear:
         wide = is_wide(path)
-        prepare(matrix.layout.name, wide=wide, alive=self._tell)
+        prepare(matrix.layout.name, wide=wide, alive=self._tell_compiling)
         check_exact(matrix.layout, wide)
         return GroupLinear(matrix, cast("nn.Parameter | None", bias), wide=wide)
 

@@ -16,7 +16,7 @@ from p2pshard.errors import Internal, InvalidRequest, ProtocolError
 from p2pshard_node.engine import numerics
 from p2pshard_node.engine.attention import STEP, AttentionStep, spans_of
 from p2pshard_node.engine.build import Part, StageModules, build, finish
-from p2pshard_node.engine.fused.prepare import prepare
+from p2pshard_node.engine.fused.prepare import COMPILING, prepare
 from p2pshard_node.engine.fused.recognise import recognise
 from p2pshard_node.engine.fused.runner import FusedStage
 from p2pshard_node.engine.fused.structure import Unrecognised
@@ -114,11 +114,11 @@ class StageModel:
         blocks: int,
         block_size: int,
         chunk_tokens: int,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> StageModel:
         """Load a part of the model behind `source` and check it.
 
-        `layers`: first and last, inclusive. `progress(done, total)` counts weights. Raises
+        `layers`: first and last, inclusive. `progress(phase, done, total)` counts weights. Raises
         `UnsupportedModel` before anything is read where that can be told, `ModelCorrupt`, `InvalidRequest`.
         """
         from p2pshard_node.engine.gguf_weights import open_weights
@@ -151,7 +151,7 @@ class StageModel:
         blocks: int,
         block_size: int,
         chunk_tokens: int,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
         check: bool = True,
     ) -> StageModel:
         """As `load`, from an open set of weights; `weights` is called once the architecture is accepted."""
@@ -164,7 +164,7 @@ class StageModel:
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
         if dtype in ("int8", "int4"):
-            prepare(alive=lambda: progress(0, 1) if progress else None)
+            prepare(alive=lambda: progress(COMPILING, 0, 0) if progress else None)
         with returned_at_once():
             load_weights(
                 modules,

@@ -286,7 +286,7 @@ class Gateway:
                 )
             others = ", ".join(sorted(d.model for d in known if d.state != "refused")) or "none"
             raise ModelNotFound(
-                f"model {model!r} is not deployed (deployed: {others}); type: p2pshard deploy {model}",
+                f"model {model!r} is not deployed (deployed: {others}); if a node has it: p2pshard deploy {model}",
                 model=model,
             )
         if deployment.state in ("refused", "removed"):

@@ -139,8 +139,8 @@ class WorkerProcess:
         torch.set_num_threads(int(message.get("threads") or _available_threads()))
         loop = asyncio.get_running_loop()
 
-        def progress(done: int, total: int) -> None:
-            event = {"ev": "progress", "phase": "loading", "done": done, "total": total}
+        def progress(phase: str, done: int, total: int) -> None:
+            event = {"ev": "progress", "phase": phase, "done": done, "total": total}
             loop.call_soon_threadsafe(self._channel.send, event)
 
         def load() -> StageModel:

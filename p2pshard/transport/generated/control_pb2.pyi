@@ -590,6 +590,26 @@ class Empty(_message.Message):
 Global___Empty: _TypeAlias = Empty  # noqa: Y015
 
 @_typing.final
+class ShutdownReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """of the daemon, which is gone when this process is"""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShutdownReply: _TypeAlias = ShutdownReply  # noqa: Y015
+
+@_typing.final
 class Blob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

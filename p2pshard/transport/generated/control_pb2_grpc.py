@@ -886,7 +886,7 @@ class NodeStub:
         self.Shutdown = channel.unary_unary(
                 '/p2pshard.v1.Node/Shutdown',
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
-                response_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.ShutdownReply.FromString,
                 _registered_method=True)
 
 
@@ -996,7 +996,7 @@ def add_NodeServicer_to_server(servicer, server):
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
                     request_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
-                    response_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.ShutdownReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1241,7 +1241,7 @@ class Node:
             target,
             '/p2pshard.v1.Node/Shutdown',
             p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
-            p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+            p2pshard_dot_v1_dot_control__pb2.ShutdownReply.FromString,
             options,
             channel_credentials,
             insecure,

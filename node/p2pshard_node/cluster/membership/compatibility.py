@@ -15,7 +15,8 @@ def _release(version: str) -> str:
 
 
 def compatible(me: pb.NodeInfo, other: pb.NodeInfo) -> tuple[str, str]:
-    """``(code, reason)`` why the two cannot be in one cluster; empty when they can. The reason is for the other's user."""
+    """``(code, reason)`` why the two cannot be in one cluster; empty when they can. The reason is read at
+    either of the two."""
     if other.protocol != me.protocol:
         return "protocol", (
             f"protocol {other.protocol} (build {other.version}) cannot join protocol {me.protocol} "
@@ -27,7 +28,8 @@ def compatible(me: pb.NodeInfo, other: pb.NodeInfo) -> tuple[str, str]:
         )
     if other.cluster != me.cluster:
         return "cluster", (
-            f"it belongs to cluster {other.cluster!r}, this is {me.cluster!r}; start it with --cluster {me.cluster} to join"
+            f"node {other.name or other.id} is of cluster {other.cluster!r} and node {me.name or me.id} of "
+            f"{me.cluster!r}; start one of them with --cluster {me.cluster} or --cluster {other.cluster} to join the other"
         )
     if other.id == me.id:
         if other.nonce == me.nonce:

@@ -326,6 +326,7 @@ class _Step:
     def on_left(self, e: Left) -> None:
         if self.s.is_member(e.node, e.nonce):
             self.evict(e.node, "it said goodbye", e.now)
+            self.s.peers[e.node] = replace(self.s.peers[e.node], left=True)
             for c in list(self.s.candidates.values()):
                 if c.node == e.node and not c.static:
                     self.s.candidates[c.address] = replace(c, next_try=e.now + REDIAL_MOST_S)

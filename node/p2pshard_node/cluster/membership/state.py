@@ -40,6 +40,8 @@ class Peer:
     """Its handshake to us succeeded."""
     heard: float = 0.0
     """When it last answered a ping of this instance."""
+    left: bool = False
+    """It said goodbye: that it does not answer is as it should be."""
     denied_since: float | None = None
     """Since when it has said that it does not count us as a member."""
 

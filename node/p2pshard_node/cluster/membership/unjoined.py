@@ -9,6 +9,11 @@ from .state import JOINING, Addr, Candidate, State, text
 __all__ = ["not_joined"]
 
 
+def _left(state: State, node: str) -> bool:
+    peer = state.peers.get(node)
+    return peer is not None and peer.left
+
+
 def not_joined(state: State) -> list[dict[str, Any]]:
     """Rows ``{address, reason, code, version_here, version_there}`` of what was seen and is not a member, one per node."""
     here = f"{state.me.version} (protocol {state.me.protocol})"
@@ -34,7 +39,7 @@ def not_joined(state: State) -> list[dict[str, Any]]:
             continue
         if c.code == "self" and not c.static:
             continue
-        if c.code == "unreachable" and c.failures < 2:
+        if c.code == "unreachable" and (c.failures < 2 or (not c.static and _left(state, c.node))):
             continue
         if c.code == "unreachable" and c.node:
             unreachable.setdefault(c.node, []).append(c)

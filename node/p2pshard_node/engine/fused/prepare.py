@@ -26,10 +26,12 @@ from p2pshard_node.engine.groups.kernels import multiplier
 from p2pshard_node.engine.groups.make import make_groups
 from p2pshard_node.engine.kernel_cache import FOLDER
 
-__all__ = ["compile_all", "prepare"]
+__all__ = ["COMPILING", "compile_all", "prepare"]
 
 log = logging.getLogger(__name__)
 
+COMPILING = "compiling kernels for its processor (once)"
+"""The phase of a load, for people."""
 _SECONDS = 600.0
 _PULSE_S = 10.0
 _seen_to: set[tuple[str, ...]] = set()
@@ -42,7 +44,7 @@ def prepare(
     """See that the kernels of a step, or the product of a layout of `p2pshard.models.groups`, are on disk.
 
     Where that cannot be, they are compiled here when first called; it is not tried again for each layer. ``alive()`` is
-    called now and then meanwhile: a slow processor takes minutes.
+    called when it begins and now and then meanwhile: a slow processor takes minutes.
     """
     asked = (layout, "wide" if wide else "narrow") if layout else ()
     if asked in _seen_to:
@@ -50,6 +52,7 @@ def prepare(
     _seen_to.add(asked)
     if _mark(*asked).exists():
         return
+    alive()
     if layout is None:
         log.info("compiling kernels for this processor, once: about 20 s")
     else:
