@@ -253,6 +253,7 @@ def _misspelt(environ: Mapping[str, str]) -> None:
     """Raise `InvalidRequest` for a variable that looks like that of a setting and is none."""
     known = {variable for key in _READERS for variable in _variables(key)} | {
         "P2PSHARD_CONFIG",
+        "P2PSHARD_INDEX_URL",
         "P2PSHARD_NODE",
     }
     for variable in environ:

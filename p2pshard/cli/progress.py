@@ -31,6 +31,8 @@ class DeployDisplay:
         self._tasks: dict[tuple[str, str], TaskID] = {}
         self._live = console_err.is_terminal
         self._shown = ""
+        self._model = ""
+        """What is being loaded, once a node has said so."""
 
     def __enter__(self) -> Self:
         if self._live:
@@ -42,11 +44,16 @@ class DeployDisplay:
     ) -> None:
         if self._live:
             self._progress.stop()
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._model:
+            console_err.print(
+                f"{self._model} goes on loading; `p2pshard undeploy {self._model}` ends that", markup=False
+            )
 
     def _name(self, node: str) -> str:
         return self._names.get(node, node[:12])
 
     def __call__(self, deployment: Deployment) -> None:
+        self._model = deployment.model
         phases = sorted({f"{self._name(p.node)} {p.phase}" for p in deployment.progress})
         line = f"{deployment.model}: {deployment.state}" + (
             f" ({deployment.reason})" if deployment.reason else ""
