@@ -26,7 +26,7 @@ def is_this_machine(address: str) -> bool:
 def resolve_reference(model: str, address: str) -> str:
     """What to send to the node at ``address``: a name as it is, a path made absolute.
 
-    For a daemon of this machine, a bare name of a directory here that has a config.json means that directory.
+    For a daemon of this machine, a bare name of a file here, or of a directory that has a config.json, means that.
 
     Raises:
         InvalidRequest: neither a name nor a path; or a path, and the node is another machine.
@@ -34,7 +34,8 @@ def resolve_reference(model: str, address: str) -> str:
     """
     reference = parse_reference(model, base=Path.cwd())
     if reference.path is None:
-        if (Path(model) / "config.json").is_file() and is_this_machine(address):
+        here = Path(model)
+        if (here.is_file() or (here / "config.json").is_file()) and is_this_machine(address):
             return str(Path(model).absolute())
         return reference.text
     if not is_this_machine(address):

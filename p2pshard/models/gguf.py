@@ -209,7 +209,13 @@ def _read_part(path: Path) -> _Part:
     with file:
         header = _Header(file, path)
         if header.size < 24 or header.take(4) != b"GGUF":
-            raise ModelCorrupt(f"{path}: not a GGUF file ({header.size} bytes; it must start with 'GGUF')")
+            whole = path.suffix in (".safetensors", ".json")
+            hint = (
+                f"; a model in the Hugging Face form is given by its folder: {path.parent}" if whole else ""
+            )
+            raise ModelCorrupt(
+                f"{path}: not a GGUF file ({header.size} bytes; it must start with 'GGUF'){hint}"
+            )
         version = header.u32()
         if version not in (2, 3):
             if int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3):

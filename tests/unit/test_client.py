@@ -390,6 +390,9 @@ def test_a_path_is_made_absolute_for_this_machine(
     (tmp_path / "folder" / "config.json").write_text("{}")
     client.plan("folder")
     assert node.asked[-1].model == str(tmp_path / "folder")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    client.plan("model.safetensors")
+    assert node.asked[-1].model == str(tmp_path / "model.safetensors")
     client.plan("tiny")
     assert node.asked[-1].model == "tiny"
 

@@ -78,6 +78,12 @@ def test_impossible_part_number(tmp_path: Path) -> None:
         split_paths(tmp_path / "m-00004-of-00003.gguf")
 
 
+def test_a_file_of_the_other_form_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 64)
+    with pytest.raises(ModelCorrupt, match=f"given by its folder: {tmp_path}"):
+        read_gguf(tmp_path / "model.safetensors")
+
+
 def test_truncation_is_seen_by_size(tiny: Path) -> None:
     data = tiny.read_bytes()
     for size in (0, 3, 24, 200, len(data) // 2, len(data) - 1):
