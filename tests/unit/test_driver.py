@@ -306,6 +306,25 @@ async def test_a_gateway_that_reads_nothing_is_given_up_with_its_requests(
         await toy.idle()
 
 
+async def test_a_stream_that_is_torn_away_ends_without_a_sound(toy: Toy) -> None:
+    """gRPC cancels the read of a stream whose server stops; nobody cancelled the handler."""
+
+    async def gone() -> bytes:
+        raise asyncio.CancelledError
+
+    call = Call(toy.plan)
+    call.hello()
+    serving = asyncio.create_task(toy.driver.serve(call))
+    call.submit("a", [1, 2], 60)
+    await come_true(lambda: bool(call.tokens("a")))
+    call.read = gone  # type: ignore[method-assign]
+    call.submit("b", [1], 5)
+    async with asyncio.timeout(5):
+        await serving
+    assert call.aborted is None and toy.driver.sequences == 0
+    await toy.idle()
+
+
 async def test_a_step_that_comes_back_without_a_token_it_was_to_give_is_refused(toy: Toy) -> None:
     async with toy.gateway() as call:
         toy.held = []

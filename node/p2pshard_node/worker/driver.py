@@ -293,7 +293,10 @@ class Driver:
         }
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = done.pop().result()
+            ended = done.pop()
+            error = (
+                None if ended.cancelled() else ended.result()
+            )  # gRPC cancels a read of a stream that is gone
         finally:
             for task in tasks:
                 task.cancel()
