@@ -39,8 +39,8 @@ __all__ = [
 
 LEAST_CONTEXT = 8192
 """Without a context asked for: at least this, or the model's maximum if that is less."""
-_NOISE = 1.25
-"""Two measurements of one machine differ by up to so much; a plan should not."""
+_NOISE = 1.5
+"""Two measurements of one busy machine differ by up to so much; plans should not."""
 _ID_PREFIX = 6
 """Characters of an id that are taken for it."""
 _KV_READ = 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from p2pshard_node.cluster import agreement
+from p2pshard_node.cluster import planner as planning
 from p2pshard_node.cluster.cluster import _refusal, _superseded
 from p2pshard_node.cluster.coordinator import Attempt, Coordinator
 from p2pshard_node.cluster.links import Links
@@ -21,6 +23,7 @@ from p2pshard_node.cluster.state import Deployments, deployment_id
 from p2pshard.errors import DoesNotFit, NotReady, P2PShardError, StageLost, UnsupportedModel
 from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
+from p2pshard.planning.profiles import NodeBudget
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import plan_pb2
@@ -528,6 +531,52 @@ async def test_a_member_that_is_left_out_is_not_waited_for(tmp_path: Path) -> No
     async with asyncio.timeout(5):
         nodes, settings = await planner._usable("d", Settings(exclude=("bob",)))
     assert [n.node for n in nodes] == [ME] and settings == Settings()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_what_does_not_fit_without_a_suspected_member_waits_for_it_to_return_or_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    alive, members, links = {ME}, {ME, "b"}, Links()
+    for pair in ((ME, "b"), ("b", ME)):
+        links.observe(*pair, time.monotonic() + 60, 1.0)
+
+    def info(node: str) -> pb.NodeInfo:
+        return pb.NodeInfo(id=node, name=node, devices=[pb.DeviceProfile(device="cpu", budget_bytes=9)])
+
+    def reply(nodes: list[NodeBudget], *_: object) -> dict[str, Any]:
+        return {"fits": len(nodes) == 2, "plan": None}
+
+    def made(nodes: list[NodeBudget], *_: object) -> Plan:
+        if len(nodes) < 2:
+            raise DoesNotFit("too much", shortfall_bytes=1)
+        return plan()
+
+    monkeypatch.setattr(planning, "plan_reply", reply)
+    monkeypatch.setattr(planning, "plan_model", made)
+    peers: Any = SimpleNamespace(
+        id=ME, alive=lambda: set(alive), member_ids=lambda: set(members), links=links,
+        state=SimpleNamespace(
+            me=info(ME), members=lambda: [SimpleNamespace(info=info(n)) for n in members - {ME}]
+        ),
+    )  # fmt: skip
+    fetcher = cast(Any, SimpleNamespace(manifest=_manifest))
+    planner = Planner(peers, Deployments(tmp_path / "deployments.json", ME), fetcher)
+    asked = ("m", "f" * 64, Settings(), Epoch(0, ME), [])
+    dry, real = asyncio.create_task(planner.dry_run(*asked)), asyncio.create_task(planner.plan(*asked))
+    await asyncio.sleep(0.3)
+    assert not dry.done() and not real.done(), "it may be back in a moment"
+    if returns:
+        alive.add("b")
+    else:
+        members.discard("b")
+    async with asyncio.timeout(10):
+        assert (await dry)["fits"] is returns
+        if returns:
+            assert await real == plan()
+        else:
+            with pytest.raises(DoesNotFit):
+                await real
 
 
 def test_a_row_without_an_error_is_refused_as_not_ready() -> None:

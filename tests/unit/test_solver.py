@@ -130,7 +130,7 @@ def test_keys_and_values_that_a_step_reads_are_work_too() -> None:
 
 
 def test_speeds_nearer_than_the_noise_are_one_speed() -> None:
-    assert decode_speeds([20.0, 40.0, 38.0, 90.0, 33.0]) == (20.0, 40.0, 40.0, 90.0, 40.0)
+    assert decode_speeds([20.0, 40.0, 38.0, 90.0, 28.0]) == (20.0, 40.0, 40.0, 90.0, 40.0)
     assert decode_speeds([]) == ()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from p2pshard.errors import NodeUnreachable, NotReady
+from p2pshard.errors import DoesNotFit, NodeUnreachable, NotReady
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.planner import plan_model, plan_reply
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
@@ -61,19 +61,39 @@ class Planner:
     ) -> Plan:
         """Raises `DoesNotFit`, `InvalidRequest`, `NotReady`, or what is wrong with the model."""
         found = await self._fetcher.manifest(manifest, holders)
-        nodes, usable = await self._usable(deployment_id(manifest), settings)
-        return await asyncio.to_thread(plan_model, nodes, found, name, self.links(), usable, epoch)
+        while True:
+            suspected = self._suspected()
+            nodes, usable = await self._usable(deployment_id(manifest), settings)
+            try:
+                return await asyncio.to_thread(plan_model, nodes, found, name, self.links(), usable, epoch)
+            except DoesNotFit:
+                if not await self._any_returned(suspected):
+                    raise
 
     async def dry_run(
         self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]
     ) -> dict[str, Any]:
         """``{fits, plan, shortfall_bytes, suggestions, terms, message}``."""
         found = await self._fetcher.manifest(manifest, holders)
-        nodes, usable = await self._usable(deployment_id(manifest), settings)
-        reply = await asyncio.to_thread(plan_reply, nodes, found, name, self.links(), usable, epoch)
+        while True:
+            suspected = self._suspected()
+            nodes, usable = await self._usable(deployment_id(manifest), settings)
+            reply = await asyncio.to_thread(plan_reply, nodes, found, name, self.links(), usable, epoch)
+            if reply["fits"] or not await self._any_returned(suspected):
+                break
         if reply["plan"] is not None:
             reply["terms"] = _terms(Plan.from_json(reply["plan"]))
         return reply
+
+    def _suspected(self) -> set[str]:
+        """Members that do not answer just now, and that no plan uses therefore."""
+        return self._peers.member_ids() - self._peers.alive()
+
+    async def _any_returned(self, suspected: Set[str]) -> bool:
+        """Wait until it is known of all of them whether they are lost, which takes seconds; whether one is not."""
+        while suspected & self._suspected():
+            await asyncio.sleep(0.1)
+        return bool(suspected & self._peers.alive())
 
     def _members(self) -> dict[str, str]:
         """Names of all members by id, whether they answer or not."""
