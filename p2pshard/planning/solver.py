@@ -41,6 +41,10 @@ LEAST_CONTEXT = 8192
 """Without a context asked for: at least this, or the model's maximum if that is less."""
 _NOISE = 1.5
 """Two measurements of one busy machine differ by up to so much; plans should not."""
+_LAYER_BESIDE = 2_500_000
+"""What a layer costs beside what it reads (norms, attention, rounding of activations), as bytes read in that time: 0.1 to
+0.2 ms a step on a core that gets through 15 to 20 GB of weights a second (docs/BENCHMARKS.md). It tells in small models
+only: the head of SmolLM2-135M then counts as 4 layers, and as 3.3 by the time it takes."""
 _ID_PREFIX = 6
 """Characters of an id that are taken for it."""
 _KV_READ = 0.25
@@ -248,7 +252,7 @@ def problem_of(
         costs,
         tuple(candidates),
         cluster.matrix,
-        work=tuple(model.layer_bytes[i] + kv[i] * _KV_READ for i in range(model.layers)),
+        work=tuple(model.layer_bytes[i] + kv[i] * _KV_READ + _LAYER_BESIDE for i in range(model.layers)),
         head_work=model.head_bytes,
         speeds=decode_speeds([node.bandwidth_gbps for node in cluster.nodes]),
     )
