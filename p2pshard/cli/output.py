@@ -53,8 +53,9 @@ def make_table(title: str, *columns: str, right: Sequence[str] = (), whole: Sequ
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
         pad_edge=False,
+        show_edge=False,
     )
     for column in columns:
         number = column in right
