@@ -12,6 +12,7 @@ from p2pshard.errors import InvalidRequest
 __all__ = ["Reference", "parse_reference"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_CHARS = 4096
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -40,9 +41,16 @@ def parse_reference(text: str, *, base: Path | None = None) -> Reference:
     Raises:
         InvalidRequest: neither a name nor a path, or a relative path without a base.
     """
-    if not text or len(text) > 4096 or "\0" in text:
+    if not text:
         raise InvalidRequest(
             "a model is a name, a folder or a .gguf file; it must not be empty", field="model"
+        )
+    if len(text) > _MAX_CHARS or "\0" in text:
+        fault = f"has {len(text)} characters" if len(text) > _MAX_CHARS else "has a NUL character"
+        raise InvalidRequest(
+            f"{text[:40]!r}{'...' if len(text) > 40 else ''} {fault}; a model is a name, a folder or a .gguf "
+            f"file, of up to {_MAX_CHARS} characters",
+            field="model",
         )
     separators = {"/", os.sep} | ({os.altsep} if os.altsep else set())
     if any(s in text for s in separators) or text.startswith((".", "~")) or text.lower().endswith(".gguf"):

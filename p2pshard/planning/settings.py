@@ -18,6 +18,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 _MAX_CONTEXT = 1 << 24
 _MAX_CONCURRENCY = 4096
 _MAX_NODES = 1024
+"""Stages, pins and exclusions alike."""
+_MAX_NAME = 256
 
 
 @dataclass(frozen=True, order=True)
@@ -115,6 +117,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME
+
+
 def _optional(value: Mapping[str, Any], key: str, most: int) -> int | None:
     number = value.get(key)
     if number is None:
@@ -134,9 +140,13 @@ def _pins(value: Any) -> tuple[Pin, ...]:
         raise InvalidRequest(
             f'layers is {_shown(value)}; it must be an object as {{"NODE": [0, 11]}}', field="layers"
         )
+    if len(value) > _MAX_NODES:
+        raise InvalidRequest(
+            f"layers names {len(value)} nodes; at most {_MAX_NODES} are taken", field="layers"
+        )
     pins = []
     for node, pair in value.items():
-        good = isinstance(node, str) and node and isinstance(pair, list | tuple) and len(pair) == 2
+        good = _is_name(node) and isinstance(pair, list | tuple) and len(pair) == 2
         if not good or not all(isinstance(n, int) and not isinstance(n, bool) for n in pair):
             raise InvalidRequest(
                 f"layers of node {_shown(node)} are {_shown(pair)}; write [first, last]", field="layers"
@@ -160,8 +170,12 @@ def _pins(value: Any) -> tuple[Pin, ...]:
 def _names(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
+    if not isinstance(value, list | tuple) or not all(map(_is_name, value)):
         raise InvalidRequest(
             f"exclude is {_shown(value)}; it must be a list of node names or ids", field="exclude"
+        )
+    if len(value) > _MAX_NODES:
+        raise InvalidRequest(
+            f"exclude names {len(value)} nodes; at most {_MAX_NODES} are taken", field="exclude"
         )
     return tuple(sorted(set(value)))

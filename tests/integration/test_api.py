@@ -255,7 +255,8 @@ MESSAGES_REFUSED: list[Any] = [
     ({"role": "user"}, "messages[0].content"),
     ({"role": "user", "content": "x", "more": 1}, "messages[0].more"),
     ({"role": "tool", "content": "x"}, "messages[0].role"),
-    ({"role": "user", "content": [1.5] * 100_000}, "messages[0].content"),
+    ({"role": "user", "content": [1.5] * 5_000}, "messages[0].content"),
+    ({"role": "user", "content": [1.5] * 100_000}, "messages"),
 ]
 
 
@@ -329,6 +330,15 @@ NO_REQUESTS = [
     (b"\xff", "application/json", 400),
     (b'{"model": NaN}', "application/json", 400),
     (b"[" * 100_000, "application/json", 400),
+    (rb'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}', "application/json", 400),
+    (rb'{"model": "\udfff", "messages": [{"role": "user", "content": "a"}]}', "application/json", 400),
+    (rb'{"model": "tiny", "\uDABCx": 1}', "application/json", 400),
+    (json.dumps({str(i): i for i in range(2000)}).encode(), "application/json", 400),
+    (
+        json.dumps({"model": "tiny", "messages": [{"role": "user", "content": ""}] * 10_001}).encode(),
+        "application/json",
+        400,
+    ),
     (b'"' + b"x" * (9 << 20) + b'"', "application/json", 413),
 ]
 
@@ -360,6 +370,48 @@ async def test_a_body_that_is_not_read_to_its_end_ends_the_connection(
         reply = await reader.read()
     writer.close()
     assert reply.startswith(b"HTTP/1.1 %d " % status) and said in reply
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a" * (8_000_000)}, {"prompt": [1] * 2_000_000}])
+async def test_a_prompt_without_end_is_refused_at_once_and_holds_up_nobody(
+    api: Api, body: dict[str, Any]
+) -> None:
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.perf_counter() - before)
+
+    content = json.dumps({"model": "tiny", **body}).encode()
+    watcher = asyncio.create_task(watch())
+    began = time.perf_counter()
+    reply = await api.http.post(
+        "/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
+    took = time.perf_counter() - began
+    watcher.cancel()
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded", reply.text
+    assert took < 3 and longest < 1, (took, longest)  # encoding all of it takes ten seconds
+
+
+async def test_a_client_that_leaves_within_its_body_is_no_fault(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        _, writer = await asyncio.open_connection("127.0.0.1", api.handle.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b'content-length: 3000\r\n\r\n{"model"'
+        )
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+    await asyncio.sleep(0.3)
+    assert [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")] == []
+    assert (await api.http.get("/health")).status_code == 200
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(api: Api) -> None:

@@ -403,6 +403,9 @@ def test_a_path_and_a_remote_node_is_refused_with_the_reason(tmp_path: Path, mon
     with pytest.raises(InvalidRequest, match=r"192\.0\.2\.7:7332 is another one"):
         resolve_reference("./m.gguf", "192.0.2.7:7332")
     assert resolve_reference("tiny", "192.0.2.7:7332") == "tiny"
+    for text, fault in (("", "empty"), ("a\0b", "NUL"), ("x" * 5000, "5000 characters")):
+        with pytest.raises(InvalidRequest, match=fault):
+            resolve_reference(text, "127.0.0.1:7332")
     assert is_this_machine("127.0.0.1:1")
     assert is_this_machine("localhost:1")
     assert not is_this_machine("no-such-host.invalid:1")

@@ -58,6 +58,10 @@ def test_everything_round_trips() -> None:
         ('{"layers": {"a": [0, 5], "b": [5, 9]}}', "'a' and 5-9 of 'b' overlap"),
         ('{"exclude": "a"}', "exclude is 'a'"),
         ('{"exclude": [""]}', "exclude is"),
+        (json.dumps({"exclude": ["x" * 257]}), "exclude is"),
+        (json.dumps({"exclude": [str(i) for i in range(2000)]}), "exclude names 2000 nodes"),
+        (json.dumps({"layers": {str(i): [i, i] for i in range(2000)}}), "layers names 2000 nodes"),
+        (r'{"exclude": ["\ud800"]}', "half of a surrogate pair"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(value: str, words: str) -> None:

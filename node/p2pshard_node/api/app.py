@@ -39,6 +39,10 @@ def create_app(gateway: Gateway, view: ClusterView) -> FastAPI:
     async def _ours(request: Request, error: P2PShardError) -> Response:
         return _error(error)
 
+    @app.exception_handler(Disconnected)
+    async def _left(request: Request, error: Disconnected) -> Response:
+        return Response(status_code=499)  # nobody reads it; the number is for logs
+
     @app.exception_handler(HTTPException)
     async def _framework(request: Request, error: HTTPException) -> Response:
         ours = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
@@ -107,9 +111,6 @@ async def _answer(
         if body.stream:
             return EventStream(answer.chunks(events), events)
         return JSONResponse(await while_connected(request, answer.collect(events)))
-    except Disconnected:
-        await events.aclose()
-        return Response(status_code=499)  # nobody reads it; the number is for logs
     except BaseException:
         await events.aclose()
         raise

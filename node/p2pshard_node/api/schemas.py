@@ -17,6 +17,7 @@ from p2pshard.errors import InvalidRequest
 from p2pshard.speculation import MAX_DRAFT, draft_of
 from p2pshard.transport.generated import generate_pb2
 
+from ..gateway.gateway import MAX_MESSAGES
 from .errors import from_validation, unsupported
 
 __all__ = ["ChatBody", "CompletionBody", "parse_chat", "parse_completion"]
@@ -190,7 +191,16 @@ class CompletionBody(_Common):
 def parse_chat(body: Any) -> ChatBody:
     """Raises `InvalidRequest` naming the field."""
     body = _known(body)
-    for index, message in enumerate(body.get("messages") or ()):
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        messages = []  # refused below
+    parts = [m["content"] for m in messages if isinstance(m, dict) and isinstance(m.get("content"), list)]
+    for what, number in (("messages", len(messages)), ("content parts", sum(map(len, parts)))):
+        if number > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"the chat has {number} {what}; at most {MAX_MESSAGES} are taken", field="messages"
+            )
+    for index, message in enumerate(messages):
         if isinstance(message, dict):
             _check_message(message, index)
     return _validated(ChatBody, body)

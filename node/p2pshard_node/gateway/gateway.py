@@ -47,10 +47,12 @@ from .templates import TemplateRenderer
 from .tokenizer import TextModel, load_text_model
 from .view import DeploymentView, TextStore
 
-__all__ = ["DEFAULT_MAX_TOKENS", "Gateway", "Limits"]
+__all__ = ["DEFAULT_MAX_TOKENS", "MAX_MESSAGES", "Gateway", "Limits"]
 
 DEFAULT_MAX_TOKENS = 1024
 """Of a request that names none; the context may allow fewer."""
+MAX_MESSAGES = 10_000
+"""Of a chat: more than any context holds, and few enough to be checked and rendered in a moment."""
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _TEXT_MODELS = 4
@@ -201,18 +203,10 @@ class Gateway:
         deployment = await self._ready(request.model)
         plan = Plan.from_proto(deployment.plan)
         text = await self.text_model(plan.manifest)
-        prompt_ids = await self._prompt_ids(text, request)
-        room = plan.context - len(prompt_ids)
+        prompt_ids = await self._prompt_ids(text, request, plan)
         if not prompt_ids:
             raise InvalidRequest("the prompt is empty", field="prompt")
-        if room < 1:
-            raise ContextExceeded(
-                f"the prompt has {len(prompt_ids)} tokens and the context of {plan.model} has "
-                f"{plan.context}, which must also hold the answer; shorten the prompt or deploy with a "
-                "larger --context",
-                prompt_tokens=len(prompt_ids),
-                context=plan.context,
-            )
+        room = _room(len(prompt_ids), plan)
         running.prepare(text, prompt_ids, min(request.max_tokens or DEFAULT_MAX_TOKENS, room))
         deployment, plan, link = await self._join(deployment, plan)
         submit = generate_pb2.Submit(
@@ -351,9 +345,12 @@ class Gateway:
             )
         return text
 
-    async def _prompt_ids(self, text: TextModel, request: generate_pb2.GenerateRequest) -> list[int]:
+    async def _prompt_ids(
+        self, text: TextModel, request: generate_pb2.GenerateRequest, plan: Plan
+    ) -> list[int]:
         kind = request.WhichOneof("input")
         if kind == "prompt_ids":
+            _room(len(request.prompt_ids.ids), plan)
             ids = list(request.prompt_ids.ids)
             if ids and max(ids) >= text.vocab_size:
                 raise InvalidRequest(
@@ -363,7 +360,7 @@ class Gateway:
                 )
             return ids
         if kind == "prompt":
-            return await self._encode(text.encode, request.prompt)
+            return await self._encode(text.encode, request.prompt, plan.context)
         if not text.chat_template:
             raise InvalidRequest(
                 f"{request.model} has no chat template: it is no chat model, or its files lack one; send a "
@@ -372,10 +369,10 @@ class Gateway:
             )
         messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
         rendered = await self._renderer.render(text.chat_template, messages, text.special_tokens)
-        return await self._encode(text.encode_rendered, rendered)
+        return await self._encode(text.encode_rendered, rendered, plan.context)
 
-    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, text)
+    async def _encode(self, encode: Callable[[str, int], list[int]], text: str, context: int) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, text, context)
 
     # -- streams to drivers ---------------------------------------------------------------------
     async def _link(self, deployment: control_pb2.Deployment, plan: Plan) -> DriverLink:
@@ -514,12 +511,29 @@ def _sampling(request: generate_pb2.GenerateRequest) -> SamplingParams:
     return SamplingParams.from_proto(message)
 
 
+def _room(prompt_tokens: int, plan: Plan) -> int:
+    """Tokens that are left for the answer. Raises `ContextExceeded` when there is none."""
+    if prompt_tokens >= plan.context:
+        raise ContextExceeded(
+            f"the prompt has {prompt_tokens} tokens and the context of {plan.model} has {plan.context}, which "
+            "must also hold the answer; shorten the prompt or deploy with a larger --context",
+            prompt_tokens=prompt_tokens,
+            context=plan.context,
+        )
+    return plan.context - prompt_tokens
+
+
 def _check(request: generate_pb2.GenerateRequest) -> None:
     check_draft(request.draft)
     if not request.model:
         raise InvalidRequest("the request names no model", field="model")
     if request.WhichOneof("input") is None:
         raise InvalidRequest("the request has no prompt, prompt_ids or chat", field="prompt")
+    if len(request.chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"the chat has {len(request.chat.messages)} messages; at most {MAX_MESSAGES} are taken",
+            field="messages",
+        )
     if len(request.stop) > _MAX_STOPS:
         raise InvalidRequest(
             f"{len(request.stop)} stop strings; at most {_MAX_STOPS} are taken", field="stop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,10 @@ from p2pshard.errors import ModelCorrupt
 __all__ = ["load_tokenizer", "panics_as_errors"]
 
 _MAX_BYTES = 256 * 2**20
+
+# Only the library's batch calls let other Python threads run meanwhile, so those are used, with batches of
+# one: a pool of threads for each of them would do nothing, and warn at every later fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def load_tokenizer(data: bytes, where: str) -> Tokenizer:
