@@ -16,7 +16,7 @@ import grpc
 from p2pshard.config import DaemonConfig, load_config, parse_address
 from p2pshard.credentials import Credentials
 from p2pshard.discovery import PROTOCOL, Announcement, Discovery
-from p2pshard.errors import Conflict, P2PShardError
+from p2pshard.errors import Conflict, InvalidRequest, P2PShardError
 from p2pshard.transport.channels import bind, check_bindable, make_server
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
@@ -39,6 +39,8 @@ LONELY_S = 10.0
 GRACE_S = 1.0
 STOP_S = 8.0
 """For each part. One that hangs keeps neither the workers nor the ports."""
+_FILES, _FEWEST_FILES = 1 << 16, 256
+"""Open files of this process: those asked for, and those it does not start without."""
 INTERFACES_S = 2.0
 """How long a list of this machine's addresses is good."""
 
@@ -276,6 +278,16 @@ def _log_to_stderr(json_lines: bool) -> None:
     logging.getLogger("p2pshard_node").setLevel(logging.INFO)
 
 
+def _check_file_limit() -> None:
+    """A daemon without a descriptor left answers nobody and cannot load: better not to start."""
+    files = platform.raise_file_limit(_FILES)
+    if files < _FEWEST_FILES:
+        raise InvalidRequest(
+            f"this process may have {files} files open, and a daemon needs {_FEWEST_FILES}; raise the limit "
+            f"(ulimit -n {_FILES}, or LimitNOFILE= of a service) and start again"
+        )
+
+
 async def _serve(config: DaemonConfig) -> int:
     daemon = Daemon(config)
     loop = asyncio.get_running_loop()
@@ -297,6 +309,7 @@ async def _serve(config: DaemonConfig) -> int:
 def run(config: DaemonConfig) -> int:
     """Run a daemon in the foreground until SIGINT, SIGTERM or a request to stop. Raises `Conflict` when it cannot start."""
     _log_to_stderr(config.json_logs)
+    _check_file_limit()
     return asyncio.run(_serve(config))
 
 

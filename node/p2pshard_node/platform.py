@@ -22,6 +22,7 @@ __all__ = [
     "lock_file",
     "make_private",
     "peak_bytes",
+    "raise_file_limit",
     "sync_directory",
 ]
 
@@ -119,6 +120,23 @@ def peak_bytes(pid: int) -> int | None:
     except OSError:
         return None
     return None
+
+
+def raise_file_limit(enough: int) -> int:
+    """Let this process have up to `enough` open files, as far as the system allows; the number it may have now."""
+    if os.name != "posix":
+        return enough
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= enough:
+        return enough
+    wanted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS has a limit of its own below a hard one that says more
+        return soft
+    return wanted
 
 
 def interface_addresses() -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import click
 
@@ -58,7 +59,10 @@ def _answers(address: str) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process of this machine; unknown, hence no, on Windows, where asking would end it."""
+    """Whether there is such a process of this machine, other than one that ended and waits for its parent to notice.
+
+    Unknown, hence no, on Windows, where asking would end it.
+    """
     if pid == 0 or os.name != "posix":
         return False
     try:
@@ -67,4 +71,7 @@ def _runs(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # no Linux, or it has just gone
+        return True

@@ -8,6 +8,7 @@ accident between two processes.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +52,7 @@ MAX_MESSAGE = 8 << 20
 
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
+_TOO_LARGE = re.compile("CLIENT: Sent message larger|SERVER: Received message larger")
 _ERROR_KEY = "p2pshard-error-bin"
 _ERROR_BYTES = 6 << 10  # gRPC's metadata limit is 8 KiB
 
@@ -194,6 +196,8 @@ def error_of(error: grpc.aio.AioRpcError, target: str = "") -> P2PShardError:
                 return from_wire(parse_json(value))
             except (ValueError, AttributeError):
                 break  # not ours after all; the status below says enough
-    cls = _BY_STATUS.get(error.code(), Internal)
     where = f"{target}: " if target else ""
-    return cls(f"{where}{error.details() or error.code().name}")
+    said = error.details() or error.code().name
+    if _TOO_LARGE.search(said):  # told with the status of a full queue, which would be worth another try
+        return InvalidRequest(f"{where}the request is larger than a message may be ({said})")
+    return _BY_STATUS.get(error.code(), Internal)(f"{where}{said}")

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from p2pshard_node.api import body
+from p2pshard_node.api import body, server
 from p2pshard_node.api.app import create_app
 from p2pshard_node.api.server import Handle, serve
 from p2pshard_node.gateway.gateway import Gateway, Limits
@@ -412,6 +412,29 @@ async def test_a_client_that_leaves_within_its_body_is_no_fault(
     await asyncio.sleep(0.3)
     assert [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")] == []
     assert (await api.http.get("/health")).status_code == 200
+
+
+async def test_idle_and_surplus_connections_are_closed(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(server, "FIRST_REQUEST_S", 0.5)
+
+    async def ended(reader: asyncio.StreamReader, within: float) -> bool:
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(within):
+                return await reader.read() == b""
+        return True
+
+    opened = [await asyncio.open_connection("127.0.0.1", api.handle.port) for _ in range(10)]
+    opened[0][1].write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await opened[0][0].readline()).startswith(b"HTTP/1.1 200")
+    assert all([await ended(reader, 0.4) for reader, _ in opened[4:]])
+    assert all([await ended(reader, 2) for reader, _ in opened[1:4]])
+    opened[0][1].write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")  # it has asked before
+    async with asyncio.timeout(2):
+        while b"HTTP/1.1 200" not in await opened[0][0].readline():
+            pass
+    for _, writer in opened:
+        writer.close()
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(api: Api) -> None:

@@ -421,3 +421,8 @@ def test_importing_the_package_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_request_larger_than_a_message_is_refused_and_not_called_a_full_queue(node: FakeNode) -> None:
+    with Client(node.address) as client, pytest.raises(InvalidRequest, match="larger than a message may be"):
+        client.generate("tiny", "x" * (9 << 20)).result()

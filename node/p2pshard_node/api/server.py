@@ -10,9 +10,15 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["Handle", "serve"]
 
+MAX_CONNECTIONS = 1024
+"""At once; each is a file descriptor, and a daemon without any left can do nothing."""
+FIRST_REQUEST_S = 30.0
+"""For a connection to send the head of its first request; uvicorn itself times only those that follow."""
+_BACKLOG = 128
 _STOP_S = 1
 """For open answers to end after a stop was asked for; then they are cut."""
 
@@ -23,6 +29,21 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Protocol(H11Protocol):
+    """Closes connections that are too many, and those that ask for nothing."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self.loop.call_later(FIRST_REQUEST_S, self._check_asked)
+
+    def _check_asked(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
 
 
 class Handle:
@@ -55,6 +76,8 @@ async def serve(app: ASGIApp, host: str, port: int) -> Handle:
         access_log=False,
         server_header=False,
         ws="none",
+        http=_Protocol,
+        backlog=_BACKLOG,
         timeout_graceful_shutdown=_STOP_S,
         timeout_keep_alive=30,
     )
@@ -79,7 +102,7 @@ def _listen(host: str, port: int) -> socket.socket:
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(128)
+        sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError:
         sock.close()
