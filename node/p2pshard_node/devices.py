@@ -12,6 +12,7 @@ from p2pshard.errors import P2PShardError
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.units import format_bytes
 
+from .cluster.checks import word
 from .cluster.traces import trace_to_proto
 from .probe import probe_memory
 from .rounds import Rounds
@@ -61,7 +62,7 @@ class Devices:
         return [
             pb.DeviceProfile(
                 device=self._wanted,
-                name=str(d.get("name", "")),
+                name=word(str(d.get("name", ""))),
                 total_bytes=self._host.total_bytes if cpu else int(d.get("total_bytes", 0)),
                 free_bytes=self._host.free_bytes if cpu else int(d.get("free_bytes", 0)),
                 budget_bytes=available if given else int(available * HEADROOM),

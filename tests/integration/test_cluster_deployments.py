@@ -145,3 +145,36 @@ def test_undeploy_and_stop_leave_no_process_and_a_restart_brings_back_what_is_wa
         until(
             lambda: not [f for n in cluster.nodes for f in (n.data_dir / "sources").glob("*.json")], 6, pinned
         )
+
+
+@pytest.mark.slow
+def test_a_first_load_that_compiles_kernels_loses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one core for a daemon and the compiler of its worker, as on the smallest machine."""
+    write_tiny_llama(tmp_path / "tiny")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    cluster = LocalCluster(tmp_path, "--memory", "700MB", "--no-warm-worker", nodes=2)
+    for core, node in enumerate(cluster.nodes):
+        node.core = core
+    with cluster:
+        cluster.wait_measured()
+        done = threading.Event()
+        phases: set[str] = set()
+
+        def watch() -> None:
+            while not done.is_set():
+                for node in cluster.status(cluster.nodes[1]).get("deployments", ()):
+                    phases.update(p.get("phase", "") for p in node.get("progress", ()))
+                time.sleep(0.2)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        cluster.nodes[0].cli("deploy", model(cluster), "--nodes", "2", "--dtype", "int8", timeout=240)
+        done.set()
+        watcher.join()
+        assert any("compiling" in phase for phase in phases), phases  # else this tests nothing
+        for node in cluster.nodes:
+            log = node.log_path.read_text()
+            assert "peer suspected" not in log and "not joined" not in log, log
+        assert {n["state"] for n in cluster.status(cluster.nodes[0])["nodes"]} == {"member"}

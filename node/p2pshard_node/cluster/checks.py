@@ -1,48 +1,67 @@
-"""What another node says of itself, before anything believes it. Pure."""
+"""What a node says of itself: bounded by who says it, and checked by who hears it before anything believes it. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from p2pshard.errors import InvalidRequest
 from p2pshard.transport.generated import control_pb2 as pb
 
-__all__ = ["MAX_INCARNATION", "checked_info"]
+__all__ = ["MAX_INCARNATION", "MAX_WORD", "checked_info", "word"]
 
 MAX_INCARNATION = 2**62
 """Incarnations stay below this."""
+MAX_WORD = 128
+"""Characters of a name, a version or the phase of a load."""
 _MAX_BYTES = 256 << 10
 _MAX_WORKERS = 1024
-_MAX_WORD = 128
 _ID = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 
 
+def word(text: str) -> str:
+    """`text` as a description may carry it."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_WORD])
+
+
 def checked_info(info: pb.NodeInfo) -> pb.NodeInfo:
-    """A node's description of itself, in a request or an answer, bounded in every field and in all. Raises
-    `InvalidRequest`."""
-    good = (
-        info.ByteSize() <= _MAX_BYTES
-        and _ID.fullmatch(info.id)
-        and _ID.fullmatch(info.nonce)
-        and _short((info.name, info.version, info.cluster))
-        and len(info.addresses) <= 16
-        and all(_is_host(a.host) and 0 < a.port < 65536 for a in info.addresses)
-        and len(info.devices) <= 32
-        and all(len(d.dtypes) <= 32 and _short((d.device, d.name, *d.dtypes)) for d in info.devices)
-        and len(info.workers) <= _MAX_WORKERS
-        and _short(w.deployment for w in info.workers)
-        and len(info.loads) <= _MAX_WORKERS
-        and all(len(load.progress.phase) <= 32 and len(load.deployment) <= _MAX_WORD for load in info.loads)
-        and info.incarnation < MAX_INCARNATION
-    )
-    if not good:
-        raise InvalidRequest("a node's description of itself has a field that cannot be right")
+    """A node's description of itself, in a request or an answer, bounded in every field and in all.
+
+    Raises `InvalidRequest` naming the fields that cannot be right.
+    """
+    wrong = sorted(set(_wrong(info)))
+    if wrong:
+        raise InvalidRequest(
+            f"a node's description of itself cannot be right: {', '.join(wrong)}; is it another build?",
+            fields=wrong,
+        )
     return info
 
 
+def _wrong(info: pb.NodeInfo) -> Iterator[str]:
+    if info.ByteSize() > _MAX_BYTES:
+        yield f"{info.ByteSize()} bytes"
+        return
+    rules = {
+        "id": _ID.fullmatch(info.id),
+        "nonce": _ID.fullmatch(info.nonce),
+        "name": _short((info.name,)),
+        "version": _short((info.version,)),
+        "cluster": _short((info.cluster,)),
+        "incarnation": info.incarnation < MAX_INCARNATION,
+        "addresses": len(info.addresses) <= 16
+        and all(_is_host(a.host) and 0 < a.port < 65536 for a in info.addresses),
+        "devices": len(info.devices) <= 32
+        and all(len(d.dtypes) <= 32 and _short((d.device, d.name, *d.dtypes)) for d in info.devices),
+        "workers": len(info.workers) <= _MAX_WORKERS and _short(w.deployment for w in info.workers),
+        "loads": len(info.loads) <= _MAX_WORKERS
+        and all(_short((load.deployment, load.progress.phase)) for load in info.loads),
+    }
+    yield from (name for name, right in rules.items() if not right)
+
+
 def _short(words: Iterable[str]) -> bool:
-    return all(len(w) <= _MAX_WORD and w.isprintable() for w in words)
+    return all(len(w) <= MAX_WORD and w.isprintable() for w in words)
 
 
 def _is_host(host: str) -> bool:

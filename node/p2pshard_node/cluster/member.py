@@ -29,6 +29,7 @@ from p2pshard.transport.generated import generate_pb2
 from ..supervisor import Supervisor, Worker
 from ..threads import in_thread
 from . import agreement
+from .checks import word
 from .fetch import Fetcher
 from .peers import Peers
 
@@ -231,7 +232,7 @@ class Member:
         stage = plan.stages[index]
 
         def tell(phase: str, done: int, total: int) -> None:
-            progress = pb.Progress(phase=phase, done_bytes=max(0, done), total_bytes=max(0, total))
+            progress = pb.Progress(phase=word(phase), done_bytes=max(0, done), total_bytes=max(0, total))
             self._loads[deployment] = progress
             if not queue.full():  # a slow listener misses steps, never the end
                 queue.put_nowait(pb.PrepareProgress(progress=progress))
