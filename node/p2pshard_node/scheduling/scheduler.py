@@ -45,9 +45,8 @@ lost its blocks, so that this happens seldom, and never for ever."""
 WAIT_BLOCKS = 4
 """Length of a common beginning from which on a sequence waits for what another one is computing of it."""
 ADAPTIVE_ROWS = 12
-"""Room for adaptive drafts in a step, less three for each sequence in it: 9 for one, 1 each for three, none for
-four. On a CPU with w8a8 up to four rows cost about as much as one, and from there on each about an eighth of that:
-drafts that are often wrong do not pay where the step is full already."""
+"""Room for adaptive drafts in a step, less three for each sequence in it: 9 for one, 3 each for two, 1 each for
+three, none for four: guesses, which are often wrong, do not pay where the step is full already."""
 
 
 class Scheduler:
