@@ -11,14 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from p2pshard_node.cluster import fetch
 from p2pshard_node.cluster.connection import Connection
 from p2pshard_node.cluster.fetch import Fetcher
 from p2pshard_node.models.cache import BlobWriter
 from p2pshard_node.models.store import ModelStore
 
-from p2pshard.errors import DoesNotFit, Internal
+from p2pshard.errors import DoesNotFit, Internal, ModelCorrupt, ModelNotFound, P2PShardError
 from p2pshard.models.manifest import TensorEntry
-from p2pshard.transport.channels import bind, make_channel, make_server
+from p2pshard.transport.channels import abort_with, bind, make_channel, make_server
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
 
@@ -34,10 +35,12 @@ class Holder(rpc.ClusterServicer):
         self.offsets: list[int] = []
         """From which each call wanted the tensor."""
         self.address = ""
+        self.refusal: P2PShardError | None = None
+        """What it says instead of having the tensor."""
         self.asked_for_manifest = asyncio.Event()
 
     async def HasTensors(self, request: Any, context: Any) -> pb.TensorQueryReply:
-        return pb.TensorQueryReply(held=[True for _ in request.sha256])
+        return pb.TensorQueryReply(held=[self.refusal is None] * len(request.sha256))
 
     async def Manifest(self, request: Any, context: Any) -> AsyncIterator[pb.Blob]:
         self.asked_for_manifest.set()
@@ -45,6 +48,8 @@ class Holder(rpc.ClusterServicer):
         yield pb.Blob()
 
     async def Tensor(self, request: Any, context: Any) -> AsyncIterator[pb.Blob]:
+        if self.refusal is not None:
+            await abort_with(context, self.refusal)
         self.offsets.append(request.offset)
         half = max(request.offset, len(DATA) // 2)
         yield pb.Blob(data=DATA[request.offset : half])
@@ -237,3 +242,20 @@ async def test_a_file_that_was_being_opened_when_its_asker_left_is_closed(
         holder.go.set()
         await ask(fetcher)
     assert store.holds(ENTRY.sha256)
+
+
+@pytest.mark.parametrize("where", ["here", "there", "nowhere"])
+async def test_what_nobody_holds_any_more_is_told_with_what_became_of_it(
+    lab: tuple[Holder, Fetcher, ModelStore], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    holder, fetcher, store = lab
+    fault = ModelCorrupt("m.gguf changed or vanished after it was hashed; deploy the model again")
+    unknown = ModelNotFound("content is not on this node")
+    holder.refusal = fault if where == "there" else unknown
+    if where == "here":
+        monkeypatch.setattr(store, "_locate_file", lambda sha: (None, fault.message))
+    monkeypatch.setattr(fetch, "ROUNDS", 1)
+    said = "no member holds it" if where == "nowhere" else "changed or vanished"
+    async with asyncio.timeout(10):
+        with pytest.raises(ModelNotFound, match=f"attn_q.*cannot be fetched.*{said}"):
+            await ask(fetcher)

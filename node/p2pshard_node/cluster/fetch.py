@@ -30,6 +30,8 @@ CONCURRENCY = 4
 ROUNDS = 3
 """How often all sources of one tensor are tried."""
 QUERY_HASHES = 512
+_ASKED_WHY = 4
+"""Members that are asked for a tensor that none holds: one may know what became of it."""
 SILENCE_S = 10.0
 """A source that sends nothing for so long is left for another; one that is evicted, which is mostly sooner, then."""
 MAX_MANIFEST = 64 << 20
@@ -156,7 +158,10 @@ class Fetcher:
 
         count(0)
         held = await self._holders(missing, holders)
-        jobs = [asyncio.create_task(self._one(sha, *wanted[sha], held[sha], count)) for sha in missing]
+        unheld = self._sources(holders)[:_ASKED_WHY]
+        jobs = [
+            asyncio.create_task(self._one(sha, *wanted[sha], held[sha] or unheld, count)) for sha in missing
+        ]
         try:
             await asyncio.gather(*jobs)
         finally:
@@ -225,7 +230,7 @@ class Fetcher:
     async def _download(
         self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
     ) -> None:
-        trouble = "no member holds it"
+        trouble = self._store.trouble(sha) or "no member holds it"
         for attempt in range(ROUNDS):
             # Different tensors start at different members, so that all of them send.
             start = int(sha[:8], 16) % len(sources) if sources else 0
@@ -234,7 +239,10 @@ class Fetcher:
                     await self._from(node, sha, nbytes, count)
                     return
                 except grpc.aio.AioRpcError as error:
-                    trouble = f"node {node}: {error_of(error).message}"
+                    said = error_of(error)
+                    if isinstance(said, ModelNotFound):  # another member may know more
+                        continue
+                    trouble = f"node {node}: {said.message}"
                 except DoesNotFit:
                     raise  # here: no other source changes that
                 except P2PShardError as error:

@@ -351,6 +351,10 @@ class ModelStore:
         """This node has that content, unchanged."""
         return self._find_blob(sha256)[0] is not None
 
+    def trouble(self, sha256: str) -> str:
+        """Why content that this node had cannot be used; empty when it can, and when this node never had it."""
+        return self._find_blob(sha256)[1]
+
     def locate(self, sha256: str) -> Blob:
         """Where content lies.
 
