@@ -7,7 +7,7 @@ from p2pshard.errors import InvalidRequest
 __all__ = ["ADAPTIVE", "MAX_DRAFT", "check_draft", "draft_of"]
 
 ADAPTIVE = -1
-"""In place of a number of tokens: as many as have proved right so far."""
+"""In place of a number of tokens: as many as are worth their time, by how many proved right."""
 MAX_DRAFT = 16
 _NAMED = {"off": 0, "adaptive": ADAPTIVE}
 

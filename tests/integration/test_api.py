@@ -256,7 +256,7 @@ MESSAGES_REFUSED: list[Any] = [
     ({"role": "user", "content": "x", "more": 1}, "messages[0].more"),
     ({"role": "tool", "content": "x"}, "messages[0].role"),
     ({"role": "user", "content": [1.5] * 5_000}, "messages[0].content"),
-    ({"role": "user", "content": [1.5] * 100_000}, "messages"),
+    ({"role": "user", "content": [1.5] * 100_000}, "messages[0].content"),
 ]
 
 

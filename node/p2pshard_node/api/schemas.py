@@ -194,14 +194,20 @@ def parse_chat(body: Any) -> ChatBody:
     messages = body.get("messages")
     if not isinstance(messages, list):
         messages = []  # refused below
-    parts = [m["content"] for m in messages if isinstance(m, dict) and isinstance(m.get("content"), list)]
-    for what, number in (("messages", len(messages)), ("content parts", sum(map(len, parts)))):
-        if number > MAX_MESSAGES:
-            raise InvalidRequest(
-                f"the chat has {number} {what}; at most {MAX_MESSAGES} are taken", field="messages"
-            )
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"the chat has {len(messages)} messages; at most {MAX_MESSAGES} are taken", field="messages"
+        )
+    parts = 0
     for index, message in enumerate(messages):
         if isinstance(message, dict):
+            content = message.get("content")
+            parts += len(content) if isinstance(content, list) else 0
+            if parts > MAX_MESSAGES:
+                raise InvalidRequest(
+                    f"the chat has {parts} content parts so far; at most {MAX_MESSAGES} are taken",
+                    field=f"messages[{index}].content",
+                )
             _check_message(message, index)
     return _validated(ChatBody, body)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from p2pshard.errors import InvalidRequest
 from p2pshard.transport.generated import control_pb2 as pb
 
-__all__ = ["MAX_INCARNATION", "MAX_WORD", "checked_info", "word"]
+__all__ = ["MAX_INCARNATION", "checked_info", "word"]
 
 MAX_INCARNATION = 2**62
 """Incarnations stay below this."""
-MAX_WORD = 128
+_MAX_WORD = 128
 """Characters of a name, a version or the phase of a load."""
 _MAX_BYTES = 256 << 10
 _MAX_WORKERS = 1024
@@ -21,7 +21,7 @@ _ID = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 
 def word(text: str) -> str:
     """`text` as a description may carry it."""
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_WORD])
+    return "".join(c if c.isprintable() else " " for c in text[:_MAX_WORD])
 
 
 def checked_info(info: pb.NodeInfo) -> pb.NodeInfo:
@@ -29,7 +29,7 @@ def checked_info(info: pb.NodeInfo) -> pb.NodeInfo:
 
     Raises `InvalidRequest` naming the fields that cannot be right.
     """
-    wrong = sorted(set(_wrong(info)))
+    wrong = _wrong(info)
     if wrong:
         raise InvalidRequest(
             f"a node's description of itself cannot be right: {', '.join(wrong)}; is it another build?",
@@ -38,10 +38,9 @@ def checked_info(info: pb.NodeInfo) -> pb.NodeInfo:
     return info
 
 
-def _wrong(info: pb.NodeInfo) -> Iterator[str]:
+def _wrong(info: pb.NodeInfo) -> list[str]:
     if info.ByteSize() > _MAX_BYTES:
-        yield f"{info.ByteSize()} bytes"
-        return
+        return [f"{info.ByteSize()} bytes"]
     rules = {
         "id": _ID.fullmatch(info.id),
         "nonce": _ID.fullmatch(info.nonce),
@@ -57,11 +56,11 @@ def _wrong(info: pb.NodeInfo) -> Iterator[str]:
         "loads": len(info.loads) <= _MAX_WORKERS
         and all(_short((load.deployment, load.progress.phase)) for load in info.loads),
     }
-    yield from (name for name, right in rules.items() if not right)
+    return [name for name, right in rules.items() if not right]
 
 
 def _short(words: Iterable[str]) -> bool:
-    return all(len(w) <= MAX_WORD and w.isprintable() for w in words)
+    return all(len(w) <= _MAX_WORD and w.isprintable() for w in words)
 
 
 def _is_host(host: str) -> bool:

@@ -230,7 +230,7 @@ class Fetcher:
     async def _download(
         self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
     ) -> None:
-        trouble = self._store.trouble(sha) or "no member holds it"
+        trouble = ""
         for attempt in range(ROUNDS):
             # Different tensors start at different members, so that all of them send.
             start = int(sha[:8], 16) % len(sources) if sources else 0
@@ -253,6 +253,7 @@ class Fetcher:
                     raise Internal(f"tensor {name} cannot be kept on this node's disk: {error}") from error
                 _log.warning("tensor interrupted name=%s reason=%s", name, trouble)
             await asyncio.sleep(0.5 * (attempt + 1))
+        trouble = trouble or await in_thread(self._store.trouble, sha) or "no member holds it"
         raise ModelNotFound(
             f"tensor {name} ({nbytes} bytes) cannot be fetched from any member: {trouble}", sha256=sha
         )
