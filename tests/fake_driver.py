@@ -109,6 +109,13 @@ def spells(text: str, then: int = EOS) -> NextToken:
     return lambda _prompt, index: data[index] if index < len(data) else then
 
 
+def error_to_proto(error: P2PShardError) -> generate_pb2.Error:
+    wire = error.to_wire()
+    return generate_pb2.Error(
+        code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
+    )
+
+
 class FakeDriver:
     """Serves ``/p2pshard.v1.Data/Driver`` as the worker of the first stage does."""
 
@@ -124,6 +131,8 @@ class FakeDriver:
             "stage 1 (layers 2-3) on node-b is gone", node="node-b", layers=[2, 3]
         )
         self.skip_at: int | None = None
+        self.mute_end = False
+        """Give all tokens and never say that it was the last."""
         self.silent = False
         """Accept streams and never say hello."""
         self.streams = 0
@@ -211,6 +220,8 @@ class FakeDriver:
                 where = index + 1 if index == self.skip_at else index
                 await tell(submit, index=where, tokens=tokens)
                 index += len(tokens)
+            if self.mute_end:
+                await asyncio.sleep(60)
             await tell(submit, finished=reason)
         finally:
             self.running.discard(submit.request)
@@ -223,10 +234,7 @@ class FakeDriver:
         return generate_pb2.Token(id=token, logprob=-0.5, top=top)
 
     def _failed(self) -> generate_pb2.Error:
-        wire = self.failure.to_wire()
-        return generate_pb2.Error(
-            code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
-        )
+        return error_to_proto(self.failure)
 
 
 class FakeCluster:
@@ -237,6 +245,7 @@ class FakeCluster:
         self.driver = driver
         self.state = "ready"
         self.reason = ""
+        self.error: P2PShardError | None = None
         self.gone: set[str] = set()
         self.carried: Callable[[], list[dict[str, Any]]] = list
         """Requests of all nodes."""
@@ -259,6 +268,7 @@ class FakeCluster:
                 wanted=True,
                 state=self.state,
                 reason=self.reason,
+                error=error_to_proto(self.error) if self.error is not None else None,
                 plan=self.driver.plan.to_proto(),
             )
         ]

@@ -364,7 +364,7 @@ async def test_a_new_epoch_gets_a_new_stream_and_the_old_one_is_closed(bench: Be
     bench.driver.plan = make_plan(bench.store.manifest.digest, n=2)
     assert (await collect(bench.gateway, ask())).text == "cdefg"
     assert bench.driver.streams == 2
-    await come_true(lambda: len(bench.gateway._links) == 1, 3)
+    await come_true(lambda: bench.gateway.streams == 1, 3)
 
 
 async def test_lost_tokens_end_the_request(bench: Bench) -> None:

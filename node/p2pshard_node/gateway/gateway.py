@@ -25,8 +25,6 @@ from p2pshard.errors import (
     DeadlineExceeded,
     Internal,
     InvalidRequest,
-    ModelNotFound,
-    NodeUnreachable,
     NotReady,
     Overloaded,
     P2PShardError,
@@ -36,11 +34,11 @@ from p2pshard.errors import (
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
 from p2pshard.speculation import check_draft
-from p2pshard.transport.channels import make_channel
-from p2pshard.transport.generated import control_pb2, generate_pb2
+from p2pshard.transport.generated import generate_pb2
 
 from ..rounds import Rounds
 from .driver_link import DriverLink, error_from_proto
+from .drivers import PASSING, Drivers, Joined
 from .requests import Outcome, RequestTable
 from .running import Running
 from .templates import TemplateRenderer
@@ -57,9 +55,6 @@ _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _TEXT_MODELS = 4
 _ENCODERS = 2
-_JOIN_ATTEMPTS = 3
-"""Epochs that may be lost one after the other before a request that has no token yet is given up."""
-_LOSS_SEEN_S = 0.05
 _WATCH_S = 0.5
 _DRIVER_REASONS = frozenset({"stop", "length", "cancelled", "deadline"})
 T = TypeVar("T")
@@ -77,9 +72,11 @@ class Limits:
     unread_s: float = 60.0
     """Seconds that a client may leave something unread before its request is cancelled."""
     ready_s: float = 60.0
-    """Seconds to wait for a deployment that is planning or loading."""
-    recover_s: float = 10.0
-    """Seconds to wait for one that is broken."""
+    """Seconds that a request without a deadline waits for a deployment that is planning or loading."""
+    mend_s: float = 10.0
+    """Seconds that a new one waits for a deployment that is broken."""
+    recover_s: float = 60.0
+    """Seconds that one which has lost its driver waits for the next."""
 
 
 class Gateway:
@@ -97,10 +94,16 @@ class Gateway:
         self.node_id = node_id
         self._store = store
         self._view = view
-        self._credentials = credentials
         self._limits = limits
         self._table: RequestTable[Running] = RequestTable(limits.requests)
-        self._links: dict[tuple[str, int, str], asyncio.Task[DriverLink]] = {}
+        self._drivers = Drivers(
+            node_id,
+            view,
+            credentials,
+            queue=4 * limits.requests,
+            on_news=self._on_news,
+            on_lost=self._on_lost,
+        )
         self._texts: dict[str, asyncio.Task[TextModel]] = {}
         self._renderer = TemplateRenderer()
         # Of their own: long prompts hold up nothing else of the daemon that needs a thread.
@@ -136,9 +139,9 @@ class Gateway:
             self._watcher = asyncio.create_task(self._watch())
         deadline = None
         if request.deadline_s > 0:
-            deadline = asyncio.get_running_loop().call_later(
-                request.deadline_s, self._end, running, "deadline"
-            )
+            loop = asyncio.get_running_loop()
+            running.deadline_at = loop.time() + request.deadline_s
+            deadline = loop.call_at(running.deadline_at, self._too_late, running)
         try:
             record = await _unless_ended(running, self._start(running, request, sampling))
             yield generate_pb2.GenerateEvent(resume=record)
@@ -164,6 +167,11 @@ class Gateway:
         """``[{id, model, state, prompt_tokens, completion_tokens}]`` of what came in here and runs."""
         return [r.to_json() for r in self._table if r.log.outcome is None]
 
+    @property
+    def streams(self) -> int:
+        """Streams to drivers that are open or being opened."""
+        return len(self._drivers)
+
     async def text_model(self, manifest: str) -> TextModel:
         """Tokenizer and template of a manifest digest, fetched from a member when this node lacks them."""
         task = self._texts.pop(manifest, None)
@@ -182,15 +190,12 @@ class Gateway:
                 running,
                 NotReady("this node is stopping; ask another one", state="stopping", reason="shutdown"),
             )
-        tasks = [t for t in (self._watcher, *self._texts.values(), *self._links.values()) if t is not None]
-        links = [t.result() for t in self._links.values() if _succeeded(t)]
-        self._links.clear()
+        tasks = [t for t in (self._watcher, *self._texts.values()) if t is not None]
         self._texts.clear()
-        # Cancels just queued above travel by the end of the stream: a driver cancels what it runs for a
-        # gateway that is gone.
-        for task in tasks:
+        for task in (*tasks, *self._background):
             task.cancel()
-        await asyncio.gather(*tasks, *(link.close() for link in links), return_exceptions=True)
+        # Cancels just queued above travel by the end of the streams.
+        await asyncio.gather(*tasks, self._drivers.close(), return_exceptions=True)
         await asyncio.gather(*self._background, return_exceptions=True)
         self._encoders.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._renderer.close)
@@ -200,7 +205,11 @@ class Gateway:
         self, running: Running, request: generate_pb2.GenerateRequest, sampling: SamplingParams
     ) -> generate_pb2.ResumeRecord:
         """Wait for the deployment, render and encode once, submit."""
-        deployment = await self._ready(request.model)
+        deployment = await self._drivers.ready(
+            request.model,
+            load_s=request.deadline_s or self._limits.ready_s,
+            mend_s=request.deadline_s or self._limits.mend_s,
+        )
         plan = Plan.from_proto(deployment.plan)
         text = await self.text_model(plan.manifest)
         prompt_ids = await self._prompt_ids(text, request, plan)
@@ -208,22 +217,25 @@ class Gateway:
             raise InvalidRequest("the prompt is empty", field="prompt")
         room = _room(len(prompt_ids), plan)
         running.prepare(text, prompt_ids, min(request.max_tokens or DEFAULT_MAX_TOKENS, room))
-        deployment, plan, link = await self._join(deployment, plan)
-        submit = generate_pb2.Submit(
+        running.deployment = deployment
+        try:
+            joined = await self._drivers.join(deployment)
+        except PASSING as error:
+            running.trouble = error
+            joined = await self._rejoin(running)
+        running.submit = generate_pb2.Submit(
             request=running.id,
             attempt=running.log.attempt,
             prompt_ids=prompt_ids,
             sampling=sampling.to_proto(),
             max_tokens=running.log.max_tokens,
             eos_ids=running.eos_ids,
-            deadline_s=request.deadline_s,
             draft=request.draft,
         )
         # No await from here on: an end that came between would find no driver to tell.
         if running.log.outcome is not None:
             raise Cancelled("the request ended before it reached its driver")
-        running.deployment, running.submit = deployment, submit
-        self._submit(running, link)
+        self._submit(running, joined)
         return generate_pb2.ResumeRecord(
             request=running.id,
             seed=sampling.seed,
@@ -231,107 +243,80 @@ class Gateway:
             manifest=plan.manifest,
             sampling=sampling.to_proto(),
             max_tokens=running.log.max_tokens,
-            plan_json=json.dumps(plan.to_json()),
+            plan_json=json.dumps(joined.plan.to_json()),
         )
 
-    @staticmethod
-    def _submit(running: Running, link: DriverLink) -> None:
+    def _submit(self, running: Running, joined: Joined) -> None:
+        """Hand the request, with what has been given of it, to a driver."""
         assert running.submit is not None
-        running.link, running.state = link, "queued"
-        link.send(generate_pb2.DriverCommand(submit=running.submit))
-        if link.lost is not None:
-            raise link.lost
+        needed = len(running.prompt_ids) + running.log.max_tokens
+        if joined.plan.context < needed:
+            raise ContextExceeded(
+                f"the members that are left serve {running.model} with a context of {joined.plan.context} tokens, and this "
+                f"request needs {needed}; send it again with a smaller max_tokens",
+                prompt_tokens=len(running.prompt_ids),
+                context=joined.plan.context,
+            )
+        submit = running.submit
+        submit.attempt = running.log.attempt
+        submit.output_ids[:] = running.log.ids
+        submit.deadline_s = running.time_left()
+        running.handed_to(joined.deployment, joined.link)
+        joined.link.send(generate_pb2.DriverCommand(submit=submit))
+        if joined.link.lost is not None:
+            self._lost(running, joined.link.lost)
 
+    # -- the loss of a driver -------------------------------------------------------------------
     def _lost(self, running: Running, error: P2PShardError) -> None:
-        """The driver of a request is gone. One that has given no token yet goes to the next epoch's."""
-        before_first = not running.log.ids and running.submit is not None and running.log.outcome is None
-        if before_first and running.log.attempt <= _JOIN_ATTEMPTS and isinstance(error, StageLost | NotReady):
-            running.link, running.state = None, "waiting"
-            self._spawn(self._rejoin(running, error))
-        else:
+        """The driver of a request is gone. The request goes on with the next one, which is given its log."""
+        if running.log.outcome is not None:
+            return
+        if not running.may_go_on(error):
             running.fail(error)
+            return
+        running.lost(error)
+        self._spawn(self._carry_on(running))
 
-    async def _rejoin(self, running: Running, error: P2PShardError) -> None:
-        assert running.deployment is not None
-        assert running.submit is not None
+    async def _carry_on(self, running: Running) -> None:
         try:
-            deployment = await self._after(running.deployment, error)
-            deployment, _, link = await self._join(deployment, Plan.from_proto(deployment.plan))
+            joined = await self._rejoin(running)
             if running.log.outcome is None:  # nobody ended it meanwhile
-                running.deployment = deployment
-                running.submit.attempt = running.log.next_attempt()
-                self._submit(running, link)
-        except NotReady:
-            running.fail(error)  # says which layers are missing
-        except P2PShardError as later:
-            running.fail(later)
-        except Exception as later:
-            log.exception("request %s was not carried on", running.id)
-            running.fail(Internal(f"it could not be carried on: {type(later).__name__}: {later}"))
-
-    async def _ready(self, model: str) -> control_pb2.Deployment:
-        deployment = self._view.find(model)
-        if deployment is None:
-            known = self._view.deployments()
-            refused = next((d for d in known if d.model == model and d.state == "refused"), None)
-            if refused is not None:
-                raise NotReady(
-                    f"{model} was refused: {refused.reason}", state=refused.state, reason=refused.reason
+                running.log.next_attempt()
+                self._submit(running, joined)
+                log.info(
+                    "request %s goes on at epoch %s with %s tokens given",
+                    running.id,
+                    joined.plan.epoch.n,
+                    len(running.log.ids),
                 )
-            others = ", ".join(sorted(d.model for d in known if d.state != "refused")) or "none"
-            raise ModelNotFound(
-                f"model {model!r} is not deployed (deployed: {others}); if a node has it: p2pshard deploy {model}",
-                model=model,
-            )
-        if deployment.state in ("refused", "removed"):
-            raise NotReady(
-                f"{model} is {deployment.state}: {deployment.reason}; type: p2pshard deploy {model}",
-                state=deployment.state,
-                reason=deployment.reason,
-            )
-        if deployment.state == "broken":
-            try:
-                return await self._view.wait_ready(deployment.id, self._limits.recover_s)
-            except NotReady as error:
-                # Being mended: then it is as any other that loads.
-                if error.details.get("state") not in ("planning", "loading"):
-                    raise
-        if deployment.state != "ready":
-            deployment = await self._view.wait_ready(deployment.id, self._limits.ready_s)
-        return deployment
+        except P2PShardError as error:
+            running.fail(error)
+        except Exception as error:
+            log.exception("request %s was not carried on", running.id)
+            running.fail(Internal(f"it could not be carried on: {type(error).__name__}: {error}"))
 
-    async def _join(
-        self, deployment: control_pb2.Deployment, plan: Plan
-    ) -> tuple[control_pb2.Deployment, Plan, DriverLink]:
-        """The stream to the driver of this epoch or, when it has just been lost, of one that follows it.
+    async def _rejoin(self, running: Running) -> Joined:
+        """The driver that follows the one lost, awaited until the deadline or for as long as a request without one waits."""
+        assert running.deployment is not None
 
-        Nothing has been given to the client yet, so that a loss costs it time and no token.
-        """
-        for _ in range(_JOIN_ATTEMPTS):
-            try:
-                return deployment, plan, await self._link(deployment, plan)
-            except (Conflict, StageLost, NodeUnreachable) as error:
-                deployment = await self._after(deployment, error)
-                plan = Plan.from_proto(deployment.plan)
-        return deployment, plan, await self._link(deployment, plan)
+        def troubled(error: P2PShardError) -> None:
+            running.trouble = error
 
-    async def _after(self, lost: control_pb2.Deployment, error: P2PShardError) -> control_pb2.Deployment:
-        """The deployment once another epoch is ready.
-
-        Raises `error` when none comes into sight, or one that is no substitute: other weights, less context.
-        """
+        until = running.deadline_at or asyncio.get_running_loop().time() + self._limits.recover_s
         try:
-            async with asyncio.timeout(self._limits.recover_s):
-                while (now := self._view.find(lost.id)) is not None and now.state == "ready":
-                    if now.plan.epoch != lost.plan.epoch:
-                        break
-                    await asyncio.sleep(_LOSS_SEEN_S)  # the driver knows of its loss before the cluster does
+            return await self._drivers.rejoin(running.deployment, troubled, until)
         except TimeoutError:
-            raise error from None
-        found = await self._ready(lost.model)
-        if found.plan.context < lost.plan.context or found.plan.manifest != lost.plan.manifest:
-            raise error
-        return found
+            raise self._given_up(running) from None
+
+    def _given_up(self, running: Running) -> P2PShardError:
+        """Nothing took the place of the driver that was lost: what was lost, and what is missing."""
+        assert running.trouble is not None and running.deployment is not None
+        lost = running.trouble
+        reason, details = self._drivers.standing(running.deployment.id)
+        waited = "before the deadline" if running.deadline_at else f"within {self._limits.recover_s:g} s"
+        says = f": {reason}" if reason and lost.message not in reason else f" ({reason})" if reason else ""
+        message = f"{lost.message}; nothing took its place {waited}{says}"
+        return StageLost(message, **{**lost.details, **details})
 
     async def _load_text(self, manifest: str) -> TextModel:
         self._renderer.warm()
@@ -374,32 +359,7 @@ class Gateway:
     async def _encode(self, encode: Callable[[str, int], list[int]], text: str, context: int) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._encoders, encode, text, context)
 
-    # -- streams to drivers ---------------------------------------------------------------------
-    async def _link(self, deployment: control_pb2.Deployment, plan: Plan) -> DriverLink:
-        """The stream of this epoch, opened by whoever needs it first."""
-        key = (deployment.id, plan.epoch.n, plan.epoch.proposer)
-        task = self._links.get(key)
-        if task is None or (task.done() and not _alive(task)):
-            task = self._links[key] = asyncio.create_task(self._open(deployment, plan))
-        link = await asyncio.shield(task)
-        if link.lost is not None:
-            raise link.lost
-        return link
-
-    async def _open(self, deployment: control_pb2.Deployment, plan: Plan) -> DriverLink:
-        target = self._view.driver_target(deployment)
-        link = DriverLink(
-            plan,
-            deployment.id,
-            target,
-            make_channel(target, self._credentials, own_connection=True),
-            queue=4 * self._limits.requests,
-            on_news=self._on_news,
-            on_lost=self._on_lost,
-        )
-        await link.open(self.node_id)
-        return link
-
+    # -- what drivers say -----------------------------------------------------------------------
     def _on_news(self, link: DriverLink, news: generate_pb2.News) -> None:
         running = self._table.get(news.request)
         if running is None or running.link is not link or news.attempt != running.log.attempt:
@@ -437,10 +397,6 @@ class Gateway:
             log.info("the stream to the driver of %s ended", link.plan.model)
         for running in served:
             self._lost(running, error)
-        for key, task in list(self._links.items()):
-            if _succeeded(task) and task.result() is link:
-                del self._links[key]
-        self._spawn(link.close())
 
     # -- ends -----------------------------------------------------------------------------------
     def _end(self, running: Running, reason: str) -> bool:
@@ -449,6 +405,13 @@ class Gateway:
         if ended:
             self._tell_cancel(running)
         return ended
+
+    def _too_late(self, running: Running) -> None:
+        """The deadline has passed. A request that waits for lost layers fails with that reason."""
+        if running.trouble is not None and running.deployment is not None:
+            running.fail(self._given_up(running))
+        else:
+            self._end(running, "deadline")
 
     def _fail(self, running: Running, error: P2PShardError) -> None:
         if running.fail(error):
@@ -467,7 +430,7 @@ class Gateway:
             await asyncio.sleep(_WATCH_S)
             with rounds.one():
                 self._drop_unread()
-                self._check_links()
+                self._drivers.check(lambda link: any(r.link is link for r in self._table))
 
     def _drop_unread(self) -> None:
         """Requests whose client has read nothing for too long."""
@@ -479,22 +442,6 @@ class Gateway:
                 )
                 self._fail(running, error)
                 self._table.remove(running)
-
-    def _check_links(self) -> None:
-        """Lose streams whose node has left the cluster (TCP may not know it yet); close idle, past ones."""
-        members = {node.id for node in self._view.members()}
-        current = {(d.id, d.plan.epoch.n, d.plan.epoch.proposer) for d in self._view.deployments()}
-        for key, task in list(self._links.items()):
-            if not _succeeded(task):
-                if task.done():
-                    del self._links[key]
-                continue
-            link = task.result()
-            if link.plan.stages[0].node not in members:
-                link.lose(link.stage_lost("has left the cluster"))
-            elif key not in current and not any(r.link is link for r in self._table):
-                del self._links[key]
-                self._spawn(link.close())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -566,11 +513,3 @@ async def _unless_ended(running: Running, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         ended.cancel()
         await asyncio.gather(task, ended, return_exceptions=True)
-
-
-def _succeeded(task: asyncio.Task[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _alive(task: asyncio.Task[DriverLink]) -> bool:
-    return _succeeded(task) and task.result().lost is None

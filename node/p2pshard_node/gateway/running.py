@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from p2pshard.errors import Overloaded, P2PShardError
+from p2pshard.errors import Conflict, NodeUnreachable, NotReady, Overloaded, P2PShardError, StageLost
 from p2pshard.transport.generated import control_pb2, generate_pb2
 
 from .driver_link import DriverLink
@@ -15,6 +15,11 @@ from .stop import StopMatcher
 from .tokenizer import TextModel
 
 __all__ = ["Running"]
+
+MAX_FUTILE = 3
+"""Drivers that may be lost one after the other while they worked on a request and before they gave a token of it."""
+PASSING_ON = (StageLost, NotReady, NodeUnreachable, Conflict, Overloaded)
+"""What another driver, or the same one a moment later, may not answer again."""
 
 
 class Running:
@@ -33,7 +38,14 @@ class Running:
         self.link: DriverLink | None = None
         self.deployment: control_pb2.Deployment | None = None
         self.submit: generate_pb2.Submit | None = None
-        """As it was sent to the driver of that deployment's epoch."""
+        """As it was last sent to a driver."""
+        self.deadline_at = 0.0
+        """The event loop's time; 0: no deadline."""
+        self.trouble: P2PShardError | None = None
+        """Why it has no driver just now."""
+        self._given = 0
+        """Tokens that the log had when the driver of this attempt was given it."""
+        self._futile = 0
         self.started = time.monotonic()
         self.unread_since: float | None = None
         """Monotonic time since when the client could have read something and has not."""
@@ -53,6 +65,37 @@ class Running:
         self.log.max_tokens = max_tokens
         self.eos_ids = () if self._ignore_eos else text.eos_ids
         self._detokeniser = text.detokeniser()
+
+    # -- from driver to driver ------------------------------------------------------------------
+    def handed_to(self, deployment: control_pb2.Deployment, link: DriverLink) -> None:
+        """A driver has it now."""
+        self.deployment, self.link, self.state, self.trouble = deployment, link, "queued", None
+        self._given = len(self.log.ids)
+
+    def may_go_on(self, error: P2PShardError) -> bool:
+        """Whether another driver may do better than the one that ended with `error`.
+
+        Not when the error is the request's own, and not when several drivers one after the other have begun on it and were
+        lost before they gave a token: it may be what they were lost by.
+        """
+        if self.submit is None or not isinstance(error, PASSING_ON):
+            return False
+        if isinstance(error, Overloaded) and self.log.attempt == 1:
+            return False  # nothing has been promised yet
+        return self._futile + self._in_vain < MAX_FUTILE
+
+    @property
+    def _in_vain(self) -> bool:
+        return self.state == "running" and len(self.log.ids) == self._given
+
+    def lost(self, error: P2PShardError) -> None:
+        """Its driver is gone; it waits for the next one."""
+        self._futile = self._futile + 1 if self._in_vain else self._futile if self.state == "queued" else 0
+        self.link, self.state, self.trouble = None, "waiting", error
+
+    def time_left(self) -> float:
+        """Seconds until the deadline, as `Submit.deadline_s` has them; 0: none."""
+        return max(0.001, self.deadline_at - asyncio.get_running_loop().time()) if self.deadline_at else 0.0
 
     # -- the driver's side ----------------------------------------------------------------------
     def take(self, message: generate_pb2.News) -> None:
