@@ -34,6 +34,8 @@ START_S = 90.0
 PROBE_S = 60.0
 LOAD_SILENCE_S = 180.0
 """A load that reports nothing for so long is stuck."""
+FREE_S = 2.0
+"""A loaded worker that is to take up another stage, and does not begin for so long, hangs at what it was doing."""
 STOP_S = 3.0
 WATCH_S = 0.25
 STATS_S = 0.5
@@ -43,6 +45,10 @@ MAX_RESPAWNS = 5
 _log = logging.getLogger("p2pshard.supervisor")
 
 Event = dict[str, Any]
+
+
+class _HangsError(TimeoutError):
+    """A worker does not begin with what it is asked for."""
 
 
 def exit_reason(code: int) -> str:
@@ -79,12 +85,16 @@ class Worker:
     started: asyncio.Future[Event] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answer: asyncio.Future[Event] | None = None
     """Of the probe or load that is under way."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has begun with what it was asked for."""
     progress: Callable[[str, int, int], None] | None = None
     last_word: float = 0.0
     """When it last said anything; monotonic."""
     stats: Event = field(default_factory=dict)
     """Its latest ``stats`` event."""
     loaded: Event = field(default_factory=dict)
+    holds: tuple[str, str] = ("", "")
+    """Manifest digest and dtype of what it has loaded."""
     exit: asyncio.Task[int] | None = None
 
     @property
@@ -158,6 +168,10 @@ class Supervisor:
     def worker(self, key: str) -> Worker | None:
         """The live worker of a deployment."""
         return next((w for w in self._workers if w.key == key and not w.stopping), None)
+
+    def held(self) -> set[str]:
+        """Deployments that have a live worker."""
+        return {w.key for w in self._workers if w.key and not w.stopping}
 
     def workers(self) -> list[Worker]:
         """All live workers, the warm one included."""
@@ -242,6 +256,7 @@ class Supervisor:
                 if not worker.started.done():
                     worker.started.set_result(event)
             case "progress":
+                worker.begun.set()
                 if worker.progress is not None:
                     worker.progress(str(event["phase"]), int(event["done"]), int(event["total"]))
             case "probed" | "loaded" | "refused":
@@ -349,11 +364,24 @@ class Supervisor:
         await asyncio.to_thread(write_json, self._probe_path, result)
         return result
 
-    async def _ask(self, worker: Worker, message: Event, silence_s: float) -> Event:
-        """Send and await the answer. Raises `TimeoutError` after so much silence, or what the worker refused with."""
+    async def _ask(
+        self, worker: Worker, message: Event, silence_s: float, begin_s: float | None = None
+    ) -> Event:
+        """Send and await the answer. Raises `TimeoutError` after so much silence (at first, ``begin_s``), or what the
+        worker refused with."""
         worker.answer = asyncio.get_running_loop().create_future()
         worker.last_word = time.monotonic()
+        worker.begun.clear()
         worker.send(message)
+        if begin_s is not None:
+            begun: asyncio.Future[Any] = asyncio.ensure_future(worker.begun.wait())
+            first: set[asyncio.Future[Any]] = {begun, worker.answer}
+            try:
+                began, _ = await asyncio.wait(first, timeout=begin_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                begun.cancel()
+            if not began:
+                raise _HangsError
         while True:
             done, _ = await asyncio.wait([worker.answer], timeout=1.0)
             if done:
@@ -376,11 +404,15 @@ class Supervisor:
         budget_bytes: int,
         progress: Callable[[str, int, int], None],
     ) -> tuple[Worker, Event]:
-        """Load a stage. Raises what the worker refused with, `DoesNotFit` when it outgrew its budget, `NotReady` when stuck."""
-        async with self._lock:
-            worker = await self._take()
-            worker.key, worker.stage, worker.progress = key, stage, progress
-            worker.booked_bytes, worker.budget_bytes = booked_bytes, budget_bytes
+        """Load a stage, in the worker that has this model in this dtype already, if there is one, so that only what is not
+        in its memory is read. Raises what the worker refused with, `DoesNotFit` when it outgrew its budget, `NotReady` when
+        stuck.
+        """
+        holds = (str(plan.get("manifest")), str(plan.get("dtype")))
+        worker = self.worker(key)
+        if worker is not None and not (worker.loaded and worker.holds == holds):
+            await self.stop(key)
+            worker = None
         message = {
             "op": "load",
             "deployment": key,
@@ -393,8 +425,37 @@ class Supervisor:
             "node": self._node,
             "next": None,
         }
+
+        def book(worker: Worker) -> None:
+            worker.key, worker.stage, worker.progress, worker.holds = key, stage, progress, holds
+            worker.booked_bytes = booked_bytes
+            worker.budget_bytes = max(
+                worker.budget_bytes, budget_bytes
+            )  # its peak may be of the stage before
+
+        if worker is not None:
+            book(worker)
+            try:
+                event = await self._load(worker, message, FREE_S)
+                worker.budget_bytes = budget_bytes
+                return worker, event
+            except NotReady:
+                _log.warning(
+                    "worker pid=%s does not come to its next stage; another one takes it", worker.pid
+                )
+        async with self._lock:
+            worker = await self._take()
+            book(worker)
+        return worker, await self._load(worker, message, None)
+
+    async def _load(self, worker: Worker, message: Event, begin_s: float | None) -> Event:
+        """Its ``loaded`` event. A worker that does not come so far is ended."""
         try:
-            event = await self._ask(worker, message, LOAD_SILENCE_S)
+            event = await self._ask(worker, message, LOAD_SILENCE_S, begin_s)
+        except _HangsError:
+            platform.kill_hard(worker.pid)
+            await self._end(worker)
+            raise
         except TimeoutError:
             await self._end(worker)
             raise NotReady(
@@ -409,7 +470,7 @@ class Supervisor:
         worker.loaded = event
         worker.progress = None
         self.warm_up()
-        return worker, event
+        return event
 
     def activate(self, key: str, message: Event) -> None:
         """Tell the worker of a deployment its neighbours. Raises `NotReady` when there is none."""

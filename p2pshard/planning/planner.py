@@ -24,15 +24,17 @@ def plan_model(
     links: Iterable[LinkProfile],
     settings: Settings,
     epoch: Epoch,
+    *,
+    before: Plan | None = None,
 ) -> Plan:
-    """A plan for the model with these settings; ``name`` is what people call it.
+    """A plan for the model with these settings; ``name`` is what people call it. ``before`` as in `make_plan`.
 
     Raises `DoesNotFit` (smaller dtypes are tried for its suggestions), `InvalidRequest` and `ModelCorrupt`.
     """
     dtype = resolve_dtype(manifest, settings.dtype)
     model = profile_model(manifest, dtype, name)
     smaller = tuple(profile_model(manifest, other, name) for other in smaller_dtypes(dtype))
-    return make_plan(nodes, model, links, settings, epoch, smaller=smaller)
+    return make_plan(nodes, model, links, settings, epoch, smaller=smaller, before=before)
 
 
 def plan_reply(

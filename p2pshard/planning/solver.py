@@ -83,6 +83,8 @@ class Fit:
     context: int
     concurrency: int
     chunk_tokens: int
+    ends: tuple[int, ...] | None = None
+    """One past the last layer of each; None: where they are best."""
 
 
 def make_plan(
@@ -93,9 +95,11 @@ def make_plan(
     epoch: Epoch,
     *,
     smaller: Sequence[ModelProfile] = (),
+    before: Plan | None = None,
 ) -> Plan:
     """Give every layer to exactly one node, within every budget.
 
+    ``before``: a plan that is to be replaced because some of its nodes are gone; see `succession`.
     ``smaller``: the same model in smaller dtypes; the first that fits is suggested when ``model`` does not.
 
     Raises:
@@ -104,6 +108,11 @@ def make_plan(
     """
     links = tuple(links)
     cluster = choose_candidates(nodes, model, links, settings)
+    if before is not None:
+        from p2pshard.planning.succession import succeed  # it asks for problems of this module
+
+        if (kept := succeed(before, cluster, model, settings)) is not None:
+            return with_wires(_plan(kept, cluster, model, epoch), settings.wire, links, model.hidden)
     found = fit(cluster, model, settings)
     if found is None:
         from p2pshard.planning.shortfall import refusal  # it asks "what if" of this module
@@ -278,7 +287,7 @@ def decode_speeds(bandwidths: Sequence[float]) -> tuple[float, ...]:
 def _plan(found: Fit, cluster: Cluster, model: ModelProfile, epoch: Epoch) -> Plan:
     blocks = blocks_for(found.context, found.concurrency)
     problem = problem_of(cluster, model, found.context, found.concurrency, found.chunk_tokens)
-    ends = balance(problem, found.order)
+    ends = found.ends or balance(problem, found.order)
     if ends is None:
         raise Internal(f"the order {found.order} was found to hold the model and has no cut that does")
     stages = tuple(

@@ -55,7 +55,8 @@ class Alone:
         self.make: Callable[[pb.Deployment, Epoch], Awaitable[Plan]] = self.no_plan
         self.table = Deployments(folder / "deployments.json", ME)
         peers = SimpleNamespace(
-            id=ME, member_ids=lambda: {ME}, known_elsewhere=lambda n: False, metadata=(),
+            id=ME, member_ids=lambda: {ME}, alive=lambda: {ME}, silent=lambda n: False, confirm=_nothing,
+            known_elsewhere=lambda n: False, metadata=(),
             state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann"), peers={}),
         )  # fmt: skip
         member = SimpleNamespace(epochs=self.epochs, abort=self.abort, prepare=self.prepare)
@@ -293,7 +294,9 @@ def test_what_was_superseded_once_stays_so(before: int, superseded: int) -> None
 # -- the member
 def member(folder: Path, reports: list[pb.StageEvent], budget: int = 100, followed: str = ME) -> Member:
     peers = SimpleNamespace(id=ME, state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann")))
-    supervisor = SimpleNamespace(worker=lambda key: None, used_bytes=lambda without="": 0, stop=_nothing)
+    supervisor = SimpleNamespace(
+        worker=lambda key: None, held=set, used_bytes=lambda without="": 0, stop=_nothing
+    )
     given: list[Any] = [peers, agreement.Ledger.open(folder / "epochs"), supervisor, None, None, folder / "s"]
     table = Deployments(folder / "deployments.json", ME)
     return Member(*given, lambda: followed, lambda: budget, table.outdated, reports.append)
@@ -438,8 +441,7 @@ async def test_an_epoch_that_a_successor_may_still_bring_into_force_outlives_its
     assert one._ledger.get(key).prepared is kept
 
 
-@pytest.mark.parametrize("end", ["remove", "drop"])
-async def test_the_end_of_one_load_takes_nothing_from_the_next(tmp_path: Path, end: str) -> None:
+async def test_the_end_of_one_load_takes_nothing_from_the_next(tmp_path: Path) -> None:
     one, stopping, go = member(tmp_path, []), asyncio.Event(), asyncio.Event()
 
     async def stop(_: str) -> None:
@@ -449,9 +451,7 @@ async def test_the_end_of_one_load_takes_nothing_from_the_next(tmp_path: Path, e
     cast(Any, one._supervisor).stop = stop
     record = agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0)
     one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
-    ending = asyncio.create_task(
-        one.remove("d", Epoch(1, ME)) if end == "remove" else one.drop("d", Epoch(1, ME))
-    )
+    ending = asyncio.create_task(one.remove("d", Epoch(1, ME)))
     await stopping.wait()
     assert not one._ledger.get("d").prepared, "nobody counts on it any more"
     record = agreement.prepare(one._ledger.get("d"), Epoch(2, ME), plan(2), plan(2).digest(), 0.0)
@@ -460,6 +460,39 @@ async def test_the_end_of_one_load_takes_nothing_from_the_next(tmp_path: Path, e
     go.set()
     await ending
     assert one._source("d").exists() and one._ledger.get("d").prepared
+
+
+async def test_a_stage_that_was_given_up_stays_in_memory_while_its_deployment_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next epoch takes it up; it makes way for another deployment, and for nobody's sake it does not stay for ever."""
+    one, stopped, held = member(tmp_path, [], budget=100), [], {"d": 60}
+
+    async def stop(key: str) -> None:
+        stopped.append(key)
+        held.pop(key, None)
+
+    cast(Any, one._supervisor).stop = stop
+    cast(Any, one._supervisor).held = lambda: set(held)
+    cast(Any, one._supervisor).worker = held.get
+    cast(Any, one._supervisor).used_bytes = lambda without="": sum(v for k, v in held.items() if k != without)
+    one._peers = cast(Any, SimpleNamespace(id=ME, member_ids=lambda: {ME}, state=one._peers.state))
+    record = agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0)
+    one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
+    await one.drop("d", Epoch(1, ME))
+    assert not one._ledger.get("d").prepared and stopped == []
+    await one._make_room("e", Stage((0, 1), True, True, (Rank(ME, weight_bytes=40),)))
+    assert stopped == []
+    await one._make_room("e", Stage((0, 1), True, True, (Rank(ME, weight_bytes=41),)))
+    assert stopped == ["d"]
+    held["d"] = 60
+    await one._end_unwanted({"d"}, 0.0)
+    await one._end_unwanted({"d"}, 100.0)
+    await one._end_unwanted(set(), 101.0)
+    await one._end_unwanted(set(), 110.0)
+    assert stopped == ["d"]
+    await one._end_unwanted(set(), 120.0)
+    assert stopped == ["d", "d"]
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,17 @@ class Cluster:
         self._notify()
 
     def suspected(self, node: str) -> None:
+        self._spawn(self._watch(node), f"watch {node}")
         self._notify()
+
+    async def _watch(self, node: str) -> None:
+        """Act on the silence of a member as soon as it has lasted for long enough."""
+        while self.peers.state.is_member(node) and node not in self.peers.alive():
+            if self.peers.silent(node):
+                self._elect()
+                self.coordinator.wake()
+                return
+            await asyncio.sleep(0.05)
 
     def lost(self, node: str, reason: str) -> None:
         self._claims.pop(node, None)
@@ -191,7 +201,7 @@ class Cluster:
     def _elect(self) -> None:
         settled = time.monotonic() - self._started >= SETTLE_S
         chosen = leader.choose(
-            self._identity.id, self._followed, self.peers.member_ids(), self._claims, settled=settled
+            self._identity.id, self._followed, self.peers.reachable(), self._claims, settled=settled
         )
         if chosen != self._followed:
             _log.info("coordinator node=%s", chosen or "-")

@@ -50,6 +50,7 @@ READY_S = 120.0
 RETRY_FIRST_S = 0.3
 RETRY_MOST_S = 20.0
 LOOP_S = 0.5
+BROKEN_PAUSE_S = 0.05
 PREPARE_SILENCE_S = 240.0
 MAX_FIRST_TRIES = 5
 """A deployment that never was ready is given up after so many; one that was is never given up."""
@@ -179,7 +180,9 @@ class Coordinator:
             elif row.state == "ready":
                 for node in Plan.from_proto(row.plan).nodes if row.HasField("plan") else ():
                     if self._gone(node):
-                        self.lost(node, "it is no member now")
+                        self.lost(
+                            node, "it answers nobody" if self._peers.silent(node) else "it is no member now"
+                        )
                         break
 
     async def _verify(self) -> None:
@@ -250,7 +253,9 @@ class Coordinator:
     def _gone(self, node: str) -> bool:
         """Whether nobody here reaches a node. One that another member reaches may serve on: if not, the stages
         beside its own say so."""
-        return node not in self._peers.member_ids() and not self._peers.known_elsewhere(node)
+        if node in self._peers.member_ids():
+            return self._peers.silent(node)
+        return not self._peers.known_elsewhere(node)
 
     def lost(self, node: str, why: str) -> None:
         """A node is no member any more."""
@@ -279,8 +284,9 @@ class Coordinator:
     def _broken(self, row: pb.Deployment, error: P2PShardError, epoch: Epoch) -> None:
         self._served.add(row.id)  # it was ready, perhaps for less time than this node looks at
         self._spoilt[row.id] = max(epoch, self._spoilt.get(row.id, agreement.ZERO))
-        # A short pause: whatever broke it is mostly still being noticed elsewhere.
-        self._failures[row.id] = (1, time.monotonic() + random.uniform(0.2, 0.6))
+        # A moment's pause: what breaks one stage is often seen by its neighbours first.
+        self._failures[row.id] = (1, time.monotonic() + BROKEN_PAUSE_S)
+        asyncio.get_running_loop().call_later(BROKEN_PAUSE_S, self.wake)
         self._set(row.id, "broken", error.message)
         self.wake()
 
@@ -316,6 +322,9 @@ class Coordinator:
         assert row is not None, "attempts are of rows in the table"
         proposal: Proposal | None = None
         try:
+            if row.state == "broken" and row.HasField("plan"):
+                # Who is lost is known to nobody yet, perhaps: it has no place in the next plan.
+                await self._peers.confirm(Plan.from_proto(row.plan).nodes)
             reports, endpoints = await self._ask(deployment)
             spoilt = max(Epoch.from_proto(row.superseded), self._spoilt.get(deployment, agreement.ZERO))
             choice = agreement.decide(reports, spoilt=spoilt)
@@ -327,7 +336,7 @@ class Coordinator:
                 if row.state not in ("planning", "broken"):
                     self._set(deployment, "planning")
                 async with self._planning:
-                    plan = await self._make_plan(row, Epoch(choice.n, self._peers.id))
+                    plan = await self._make_plan(self._to_plan(row), Epoch(choice.n, self._peers.id))
                     proposal = Proposal(plan)
                     attempt.epoch = plan.epoch
                     self._set(deployment, "loading", plan=plan, endpoints=[])
@@ -364,6 +373,15 @@ class Coordinator:
             await self._abort(deployment, proposal)
             raise
 
+    def _to_plan(self, row: pb.Deployment) -> pb.Deployment:
+        """The row for the planner, which keeps to the plan it names as far as it can: not after that has failed twice."""
+        if self._failures.get(row.id, (0, 0.0))[0] < 3:
+            return row
+        anew = pb.Deployment()
+        anew.CopyFrom(row)
+        anew.ClearField("plan")
+        return anew
+
     def _fail(self, deployment: str, error: P2PShardError) -> None:
         """Record that an attempt failed, and when to try again, if at all."""
         count = self._failures.get(deployment, (0, 0.0))[0] + 1
@@ -386,7 +404,7 @@ class Coordinator:
             cause = row.reason.split(CANNOT_HOLD)[0]
             reason = f"{cause}{CANNOT_HOLD}{error.message}"
         if row.state != "broken" or row.reason != reason:
-            self._set(deployment, "broken", reason)
+            self._set(deployment, "broken", reason, error=error)
 
     async def _ask(self, deployment: str) -> tuple[dict[str, agreement.Report], dict[str, pb.StageEndpoint]]:
         """Epochs and endpoints of all members that answer."""
@@ -404,7 +422,7 @@ class Coordinator:
 
         reports: dict[str, agreement.Report] = {}
         endpoints: dict[str, pb.StageEndpoint] = {}
-        for node, message in await asyncio.gather(*(one(n) for n in self._peers.member_ids())):
+        for node, message in await asyncio.gather(*(one(n) for n in self._peers.alive())):
             if message is None:
                 continue
             try:

@@ -73,6 +73,13 @@ class Links:
     def get(self, source: str, target: str) -> Link | None:
         return self._links.get((source, target))
 
+    def last_seen(self, target: str, without: str) -> float:
+        """When any node but one last had an answer from `target`, as far as it was told; minus infinity: never."""
+        return max(
+            (link.seen for (s, t), link in self._links.items() if t == target and s != without),
+            default=float("-inf"),
+        )
+
     def usable(self, now: float) -> dict[tuple[str, str], Link]:
         """Directed links of pairs that both ends saw working within the window."""
 

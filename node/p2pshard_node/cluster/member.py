@@ -93,6 +93,8 @@ class Member:
         """Of which epoch the worker of a deployment is."""
         self._loads: dict[str, pb.Progress] = {}
         """How far stages are that are on their way into memory, until they are committed or given up."""
+        self._unwanted: dict[str, float] = {}
+        """Since when the idle worker of a deployment that is not wanted is known to be one; monotonic."""
         self._sourced: set[str] = set()
         """Deployments of which there is a source file."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -136,7 +138,7 @@ class Member:
         plan = Plan.from_proto(request.plan)
         epoch = Epoch.from_proto(request.epoch)
         leader = self._followed()
-        if leader and leader != epoch.proposer and leader in self._peers.member_ids():
+        if leader and leader != epoch.proposer and leader in self._peers.alive():
             raise Conflict(
                 f"this node follows coordinator {leader}, which is alive; {epoch.proposer} may not propose now"
             )
@@ -195,8 +197,8 @@ class Member:
             earlier.cancel()
             await asyncio.gather(earlier, return_exceptions=True)
         await self._ledger.saved()
-        await self._supervisor.stop(deployment)
         stage = plan.stages[index]
+        await self._make_room(deployment, stage)
         self._check_budget(deployment, stage)
         self._booked[deployment] = stage.ranks[0].total_bytes
         try:
@@ -270,15 +272,35 @@ class Member:
         """How far this node's stages are that are on their way into memory."""
         return [pb.StageLoad(deployment=d, progress=p) for d, p in self._loads.items()]
 
-    def _check_budget(self, deployment: str, stage: Stage) -> None:
-        """Raises `DoesNotFit` when this node's own measure says that the stage does not fit now."""
-        rank = stage.ranks[0]
+    def _available(self, deployment: str) -> int:
+        """Bytes that a stage of the deployment may have now."""
         fetching = sum(
             size
             for other, size in self._booked.items()
             if other != deployment and self._supervisor.worker(other) is None
         )
-        available = self._budget() - self._supervisor.used_bytes(without=deployment) - fetching
+        return self._budget() - self._supervisor.used_bytes(without=deployment) - fetching
+
+    def _idle(self, deployment: str) -> bool:
+        """Whether there is a worker here that no epoch has: one was lost, or given up, and another may take it up."""
+        return (
+            self._supervisor.worker(deployment) is not None
+            and deployment not in self._loading
+            and not self._ledger.get(deployment).prepared
+        )
+
+    async def _make_room(self, deployment: str, stage: Stage) -> None:
+        """End idle workers of other deployments as far as their memory is needed."""
+        for other in self._supervisor.held() - {deployment}:
+            if self._available(deployment) >= stage.ranks[0].total_bytes:
+                return
+            if self._idle(other):
+                await self._supervisor.stop(other)
+
+    def _check_budget(self, deployment: str, stage: Stage) -> None:
+        """Raises `DoesNotFit` when this node's own measure says that the stage does not fit now."""
+        rank = stage.ranks[0]
+        available = self._available(deployment)
         if rank.total_bytes > available:
             terms = {
                 "weight_bytes": rank.weight_bytes,
@@ -357,7 +379,8 @@ class Member:
         await self.drop(request.deployment, Epoch.from_proto(request.epoch))
 
     async def drop(self, deployment: str, epoch: Epoch) -> None:
-        """As `abort`; what is committed stays."""
+        """As `abort`; what is committed stays. A stage that has been loaded stays in memory for the next epoch, for as
+        long as the deployment is wanted."""
         record = self._ledger.get(deployment)
         if record.promised != epoch or record.active == epoch:
             return
@@ -368,7 +391,6 @@ class Member:
         if self._ledger.get(deployment).promised == epoch:  # else another load is under way by now
             self._loads.pop(deployment, None)
             self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
-            await self._end(deployment, epoch)
 
     async def remove(self, deployment: str, last: Epoch) -> None:
         """Epochs up to ``last`` are over: end the worker, which may have come into force under a later one.
@@ -424,7 +446,9 @@ class Member:
     async def tick(self, rows: Iterable[pb.Deployment]) -> None:
         """Once a second: leases of prepared epochs. One that is still to be brought into force, as ``rows`` say, is kept
         for whoever coordinates now."""
+        rows = list(rows)
         now = time.monotonic()
+        await self._end_unwanted({row.id for row in rows if row.wanted}, now)
         coordinated = self._followed() in self._peers.member_ids()
         awaited = {
             (row.id, Epoch.from_proto(row.plan.epoch))
@@ -444,6 +468,16 @@ class Member:
                     record.promised.n,
                 )
                 await self.drop(record.deployment, record.promised)
+
+    async def _end_unwanted(self, wanted: set[str], now: float) -> None:
+        """End idle workers of deployments that nobody has wanted for a while, as far as this node has heard."""
+        idle = {key for key in self._supervisor.held() if self._idle(key)} - wanted
+        self._unwanted = {key: self._unwanted.get(key, now) for key in idle}
+        for key, since in self._unwanted.items():
+            if now - since > agreement.LEASE_S:
+                _log.info("worker of deployment=%s ended: nobody wants it", key)
+                await self._supervisor.stop(key)
+                self._release(key)
 
     # -- what workers say
     def worker_event(self, deployment: str, event: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -42,6 +42,12 @@ TICK_S = 0.1
 MEASURE_BYTES = 2 << 20
 MEASURE_PIECE = 128 << 10
 MEASURE_S = 10.0
+CONFIRM_S = 0.5
+"""A member that is asked because something is wrong answers in so long, or is left out of what is done about it."""
+SILENT_S = 2.0
+"""Of a member, until what it serves is given to others; it is suspected before and evicted later."""
+REFUSED_S = 0.4
+"""The same when nothing listens at its address any more."""
 
 _log = logging.getLogger("p2pshard.peers")
 
@@ -113,6 +119,36 @@ class Peers:
     def known_elsewhere(self, node: str) -> bool:
         """Whether a member of this node's says that the node is one of its own."""
         return any(node in self._known_by.get(other, ()) for other in self.member_ids())
+
+    def silent(self, node: str) -> bool:
+        """Whether a member that is suspected here has answered nobody, as far as is known, for so long that its part of
+        what is served is given to others: the deployment cannot wait until it is evicted."""
+        peer = self.state.peers.get(node)
+        if peer is None or peer.phase != m.SUSPECT:
+            return False
+        quiet = time.monotonic() - max(peer.heard, self.links.last_seen(node, self.id))
+        return quiet >= (REFUSED_S if peer.refused_since is not None else SILENT_S)
+
+    def reachable(self) -> set[str]:
+        """Ids of the members that answer, or may just be slow to, this node included."""
+        return {n for n in self.member_ids() if not self.silent(n)}
+
+    async def confirm(self, nodes: Iterable[str]) -> None:
+        """Ask members whether they are there; those that do not say so at once are suspected when this returns."""
+
+        async def one(node: str) -> None:
+            try:
+                await self.stub(node).Ping(self.message(), timeout=CONFIRM_S, metadata=self.metadata)
+            except (grpc.aio.AioRpcError, NodeUnreachable) as error:
+                _log.info(
+                    "node=%s does not answer: %s",
+                    node,
+                    error.message if isinstance(error, NodeUnreachable) else error.details(),
+                )
+                self.dispatch(m.PingLost(node, time.monotonic()))
+
+        alive = self.alive() - {self.id}
+        await asyncio.gather(*(one(n) for n in nodes if n in alive))
 
     def host(self, node: str) -> str:
         """Host at which this node reaches the member. Raises `NodeUnreachable`."""

@@ -54,18 +54,32 @@ class Planner:
         """A plan for a deployment as it is wanted. Raises `DoesNotFit`, `NodeUnreachable`, or what is wrong with the model."""
         members = self._members()
         settings = meant_now(Settings.from_json(row.settings_json), {*members, *members.values()})
-        return await self.plan(row.model, row.manifest, settings, epoch, sorted(self._peers.member_ids()))
+        before = Plan.from_proto(row.plan) if row.HasField("plan") and row.plan.replicas else None
+        holders = sorted(self._peers.member_ids())
+        return await self.plan(row.model, row.manifest, settings, epoch, holders, before=before)
 
     async def plan(
-        self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]
+        self,
+        name: str,
+        manifest: str,
+        settings: Settings,
+        epoch: Epoch,
+        holders: Sequence[str],
+        *,
+        before: Plan | None = None,
     ) -> Plan:
-        """Raises `DoesNotFit`, `InvalidRequest`, `NotReady`, or what is wrong with the model."""
+        """``before``: the plan that this one follows, whose stages stay where they are as far as that can be.
+
+        Raises `DoesNotFit`, `InvalidRequest`, `NotReady`, or what is wrong with the model.
+        """
         found = await self._fetcher.manifest(manifest, holders)
         while True:
             suspected = self._suspected()
             nodes, usable = await self._usable(deployment_id(manifest), settings)
             try:
-                return await asyncio.to_thread(plan_model, nodes, found, name, self.links(), usable, epoch)
+                return await asyncio.to_thread(
+                    plan_model, nodes, found, name, self.links(), usable, epoch, before=before
+                )
             except DoesNotFit:
                 if not await self._any_returned(suspected):
                     raise

@@ -105,9 +105,9 @@ class _Loader:
         plan = compat.map_names(self.model, self.weights.names(), self.modules.known)
         missing = set(self.wanted)
         shared = False
-        if self.modules.part.head and self.modules.tied:
+        if HEAD in self.wanted and self.modules.tied:
             # a tied head is the embedding's tensor, whether or not the file also names it
-            shared = self.modules.part.embedding
+            shared = self.embedding in self.wanted
             if self.embedding in plan.direct:
                 plan.direct[HEAD] = plan.direct[self.embedding]
             if shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from p2pshard_node.engine.fused.structure import Unrecognised
 from p2pshard_node.engine.fused.tiles import has_dot_instruction
 from p2pshard_node.engine.groups.features import target_features
 from p2pshard_node.engine.heap import returned_at_once
+from p2pshard_node.engine.heirloom import Heirloom
 from p2pshard_node.engine.kv import KvPool
 from p2pshard_node.engine.load import Weights, load_weights, weight_bytes
 from p2pshard_node.engine.placement import Placement
@@ -92,6 +94,7 @@ class StageModel:
         self.kernels = f"torch {device} {dtype}"
         """Which way the layers run."""
         self._fused: FusedStage | None = None
+        self._golden: numerics.Golden | None = None
         if dtype == "int8":
             dot = "avx512-vnni" if has_dot_instruction() else "integer"
             self.kernels = f"plain w8a8 numba {dot}"
@@ -115,10 +118,12 @@ class StageModel:
         block_size: int,
         chunk_tokens: int,
         progress: Callable[[str, int, int], None] | None = None,
+        follows: StageModel | None = None,
     ) -> StageModel:
         """Load a part of the model behind `source` and check it.
 
-        `layers`: first and last, inclusive. `progress(phase, done, total)` counts weights. Raises
+        `layers`: first and last, inclusive. `progress(phase, done, total)` counts weights. `follows`: a stage of the same
+        model in the same dtype, which hands over what both have and is of no use afterwards, whatever comes of this. Raises
         `UnsupportedModel` before anything is read where that can be told, `ModelCorrupt`, `InvalidRequest`.
         """
         from p2pshard_node.engine.gguf_weights import open_weights
@@ -135,6 +140,7 @@ class StageModel:
             block_size=block_size,
             chunk_tokens=chunk_tokens,
             progress=progress,
+            follows=follows,
         )
 
     @classmethod
@@ -153,6 +159,7 @@ class StageModel:
         chunk_tokens: int,
         progress: Callable[[str, int, int], None] | None = None,
         check: bool = True,
+        follows: StageModel | None = None,
     ) -> StageModel:
         """As `load`, from an open set of weights; `weights` is called once the architecture is accepted."""
         if dtype not in DTYPES:
@@ -163,6 +170,8 @@ class StageModel:
             )
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
+        taken = follows.hand_over(part) if follows is not None else Heirloom()
+        taken.make_way(modules)
         if dtype in ("int8", "int4"):
             prepare(alive=lambda: progress(COMPILING, 0, 0) if progress else None)
         with returned_at_once():
@@ -175,14 +184,25 @@ class StageModel:
                 progress=progress,
             )
         finish(modules, device)
+        taken.put_into(modules)
         if dtype == "int8":
             check_exact()
         # after the weights, so that what loading needs for a moment and the pool are never held together
         pool = KvPool(modules.kv, blocks=blocks, block_size=block_size, dtype=DTYPES[dtype], device=device)
         stage = cls(modules, pool, dtype, device)
         if check:
-            stage.self_check()
+            stage.self_check(follows._golden if follows is not None else None)
         return stage
+
+    def hand_over(self, part: Part) -> Heirloom:
+        """What a stage with that part needs of this one. Pool, kernels and all else here are given up."""
+        self._fused = None
+        self._pool = KvPool(
+            {}, blocks=self._pool.blocks, block_size=self._pool.block_size, dtype=self._modules.dtype
+        )
+        taken = Heirloom.of(self._modules, part)
+        gc.collect()  # modules whose own forward was put on them are cycles: their memory is wanted now
+        return taken
 
     # -- running ------------------------------------------------------------------------------------
     def forward(self, batch: StepBatch, hidden_TD: np.ndarray | None) -> np.ndarray:
@@ -297,10 +317,11 @@ class StageModel:
         return self._run_plain(placement, given, take)
 
     # -- checking -----------------------------------------------------------------------------------
-    def self_check(self) -> None:
+    def self_check(self, golden: numerics.Golden | None = None) -> None:
         """Set `numerics` and `fingerprint`. Raises `UnsupportedModel` when chunks differ from the whole.
 
-        Writes into the pool, so before any sequence lives there.
+        Writes into the pool, so before any sequence lives there. `golden`: what the golden model gave before, in this
+        process and dtype.
         """
         length = min(15, self._pool.blocks * self._pool.block_size)
         if self._modules.part.embedding:
@@ -315,6 +336,14 @@ class StageModel:
             dtype=self.dtype,
             architecture=self._modules.config.model_type,
         )
+        self._golden = judged = golden or self._run_golden()
+        fused = self._fused is not None
+        self.numerics = "invariant" if fused and own and judged.invariant else "tolerant"
+        # two stages whose rotations were computed differently, or that run in different ways, are no pair
+        own_way = self._fused.frequencies.tobytes() if self._fused is not None else b"plain"
+        self.fingerprint = hashlib.sha256(bytes.fromhex(judged.fingerprint) + own_way).hexdigest()
+
+    def _run_golden(self) -> numerics.Golden:
         model = StageModel.from_weights(
             numerics.GoldenWeights,
             numerics.GOLDEN_CONFIG,
@@ -328,12 +357,7 @@ class StageModel:
             chunk_tokens=512,
             check=False,
         )
-        judged = numerics.golden(lambda rows: model._hidden_states(rows, 4), self.dtype)
-        fused = self._fused is not None
-        self.numerics = "invariant" if fused and own and judged.invariant else "tolerant"
-        # two stages whose rotations were computed differently, or that run in different ways, are no pair
-        own_way = self._fused.frequencies.tobytes() if self._fused is not None else b"plain"
-        self.fingerprint = hashlib.sha256(bytes.fromhex(judged.fingerprint) + own_way).hexdigest()
+        return numerics.golden(lambda rows: model._hidden_states(rows, 4), self.dtype)
 
     def _hidden_states(self, rows: Sequence[tuple[int, np.ndarray]], blocks: int) -> list[np.ndarray]:
         """Last hidden state of every token of (start, values) rows; row i has the pool's blocks from i x

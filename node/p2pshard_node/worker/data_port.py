@@ -26,7 +26,9 @@ class DataPort:
     def __init__(
         self, credentials: Credentials | None, limits: Limits, active: Callable[[], ActiveEpoch | None]
     ) -> None:
-        self._credentials, self._limits, self._active = credentials, limits, active
+        self._credentials, self._active = credentials, active
+        self.limits = limits
+        """Of the plan that is loaded."""
         self._server: grpc.aio.Server | None = None
         self.port = 0
 
@@ -44,7 +46,7 @@ class DataPort:
     async def _edge(self, _: Any, context: Any) -> None:
         active = self._active()
         try:
-            hello = await read_hello(context, self._limits)
+            hello = await read_hello(context, self.limits)
             active = self._active()
             if active is None:
                 raise NotReady("no epoch is active here yet")

@@ -62,6 +62,8 @@ class ActiveEpoch:
         self._lost: P2PShardError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._incoming: IncomingEdge | None = None
+        self._serving: asyncio.Task[None] | None = None
+        """Of the call that the incoming edge is."""
         edge = "back" if index == self._last else "forward"
         hello = Hello(deployment, plan.digest(), plan.manifest, fingerprint, instance, index, edge)
         self.terms = EdgeTerms(
@@ -116,9 +118,10 @@ class ActiveEpoch:
         self._lost = self._lost or Conflict(f"epoch {self.plan.epoch.n} is over")
         if self.driver is not None:
             self.driver.break_off(self._lost)
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._serving] if self._serving is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- losing ---------------------------------------------------------------------------------
     def lose(self, stage: int, what: str) -> None:
@@ -218,6 +221,7 @@ class ActiveEpoch:
         if self._incoming is not None:
             raise Conflict(f"{describe(self.plan, expected)} is connected already")
         kinds, take = (_BACK, self._on_back) if self.index == 0 else (_FORWARD, self._on_forward)
+        self._serving = asyncio.current_task()
         incoming = self._incoming = IncomingEdge(
             context, self.terms, peer_stage=expected, edge=edge, kinds=kinds
         )
@@ -225,7 +229,7 @@ class ActiveEpoch:
         try:
             reason = await incoming.run(take)
         finally:
-            self._incoming = None
+            self._incoming = self._serving = None
             self.lose(expected, f"{reason}, as {describe(self.plan, self.index)} saw")
 
     # -- readiness and the watchdog -------------------------------------------------------------

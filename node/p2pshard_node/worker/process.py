@@ -20,7 +20,7 @@ from p2pshard.transport.frames import Limits
 from p2pshard_node.engine.sampling import sample_rows
 from p2pshard_node.engine.source import TensorSource
 from p2pshard_node.engine.stage import StageModel
-from p2pshard_node.platform import peak_bytes
+from p2pshard_node.platform import peak_bytes, reset_peak_bytes
 from p2pshard_node.worker import probe
 from p2pshard_node.worker.data_port import DataPort
 from p2pshard_node.worker.epoch import ActiveEpoch
@@ -56,9 +56,33 @@ class _Loaded:
     window: int
     port: DataPort
 
+    def may_become(self, deployment: str, plan: Plan, index: int) -> bool:
+        """Whether a stage of another plan can follow in this process."""
+        return (
+            self.deployment == deployment
+            and (self.plan.manifest, self.plan.dtype) == (plan.manifest, plan.dtype)
+            and self.plan.stages[self.index].ranks[0].device == plan.stages[index].ranks[0].device
+            and self.plan.epoch < plan.epoch
+        )
+
+    def is_same(self, plan: Plan, index: int) -> bool:
+        """Whether that stage is this one, in memory as it is."""
+        ours, theirs = self.plan.stages[self.index], plan.stages[index]
+        return (ours.layers, ours.embedding, ours.head) == (
+            theirs.layers,
+            theirs.embedding,
+            theirs.head,
+        ) and all(
+            getattr(self.plan, size) == getattr(plan, size)
+            for size in ("blocks", "block_size", "chunk_tokens")
+        )
+
 
 class WorkerProcess:
-    """One stage of one deployment, from ``load`` to the end of the process."""
+    """One stage at a time of one deployment, from the first ``load`` to the end of the process.
+
+    A later ``load`` is of the next epoch: it ends the one before, and keeps what both stages have in memory.
+    """
 
     def __init__(self, channel: ControlChannel, credentials: Credentials | None = None) -> None:
         self._channel, self._credentials = channel, credentials
@@ -128,14 +152,18 @@ class WorkerProcess:
 
     # -- load -----------------------------------------------------------------------------------
     async def _load(self, message: dict[str, Any]) -> None:
-        if self._loaded is not None:
-            raise Conflict(f"this worker holds {self._loaded.deployment} already; start another one")
         plan = Plan.from_json(message["plan"])
         plan.check()
         index = int(message["stage"])
         stage = plan.stages[index]
         if message["node"] != stage.node:
             raise Conflict(f"stage {index} of the plan is node {stage.node}'s, this is {message['node']}")
+        before = self._loaded
+        if before is not None and not before.may_become(message["deployment"], plan, index):
+            raise Conflict(f"this worker holds {before.deployment} already; start another one")
+        if self._active is not None:
+            await self._active.close()
+            self._active = None
         torch.set_num_threads(int(message.get("threads") or _available_threads()))
         loop = asyncio.get_running_loop()
 
@@ -143,14 +171,19 @@ class WorkerProcess:
             event = {"ev": "progress", "phase": phase, "done": done, "total": total}
             loop.call_soon_threadsafe(self._channel.send, event)
 
-        def load() -> StageModel:
+        def load() -> tuple[StageModel, int]:
+            progress("loading", 0, 0)  # the compute thread is free: whatever it was at has come to an end
+            if before is not None and before.is_same(plan, index):
+                return before.model, 0
+            if before is not None:
+                reset_peak_bytes()
             with TensorSource.open(message["source"]) as source:
                 if source.manifest.digest != plan.manifest:
                     raise ModelCorrupt(
                         f"the source is model {source.manifest.digest[:16]}, "
                         f"the plan is for {plan.manifest[:16]}"
                     )
-                return StageModel.load(
+                model = StageModel.load(
                     source,
                     layers=stage.layers,
                     embedding=stage.embedding,
@@ -161,13 +194,19 @@ class WorkerProcess:
                     block_size=plan.block_size,
                     chunk_tokens=plan.chunk_tokens,
                     progress=progress,
+                    follows=before.model if before is not None else None,
                 )
+                return model, source.bytes_read
 
-        model = await loop.run_in_executor(self._thread, load)
+        model, read = await loop.run_in_executor(self._thread, load)
         limits = Limits.of(plan, hidden_size=model.hidden_size, vocab_size=model.vocab_size)
-        port = DataPort(self._credentials, limits, lambda: self._active)
-        first, last = message["ports"]
-        await port.start(message["host"], range(first, last + 1))
+        if before is not None:
+            port = before.port
+            port.limits = limits
+        else:
+            port = DataPort(self._credentials, limits, lambda: self._active)
+            first, last = message["ports"]
+            await port.start(message["host"], range(first, last + 1))
         window = int(message.get("window") or len(plan.stages))
         self._loaded = _Loaded(message["deployment"], plan, index, model, limits, window, port)
         self._channel.send(
@@ -178,6 +217,7 @@ class WorkerProcess:
                 "kv_bytes": model.kv_bytes,
                 "base_bytes": self._base_bytes,
                 "peak_bytes": own_peak_bytes(),
+                "read_bytes": read,
                 "fingerprint": model.fingerprint,
                 "numerics": model.numerics,
             }
@@ -192,7 +232,7 @@ class WorkerProcess:
         if [plan.epoch.n, plan.epoch.proposer] != list(epoch) or plan.digest() != message["digest"]:
             raise Conflict(f"epoch {epoch} with plan {message['digest'][:16]} is not the one loaded here")
         if self._active is not None:
-            return  # a COMMIT sent again
+            return  # a COMMIT sent again: whatever is active is of the stage loaded last
         self._active = ActiveEpoch(
             replace(plan, numerics=str(message["numerics"])),
             loaded.index,

@@ -304,7 +304,7 @@ class _Step:
         denied = None if e.member else (peer.denied_since if peer.denied_since is not None else e.now)
         rtt = e.rtt_ms if not peer.rtt_ms else 0.8 * peer.rtt_ms + 0.2 * e.rtt_ms
         self.s.peers[e.info.id] = replace(
-            peer, info=e.info, phase=MEMBER, heard=e.now, denied_since=denied, rtt_ms=rtt
+            peer, info=e.info, phase=MEMBER, heard=e.now, denied_since=denied, refused_since=None, rtt_ms=rtt
         )
         if denied is None or peer.outbound is None:
             return
@@ -319,8 +319,11 @@ class _Step:
 
     def on_pinglost(self, e: PingLost) -> None:
         peer = self.s.peers.get(e.node)
-        if peer is not None and peer.phase == MEMBER:
-            self.s.peers[e.node] = replace(peer, phase=SUSPECT)
+        if peer is None or peer.phase not in (MEMBER, SUSPECT):
+            return
+        since = peer.refused_since if peer.refused_since is not None else e.now
+        self.s.peers[e.node] = replace(peer, phase=SUSPECT, refused_since=since)
+        if peer.phase == MEMBER:
             self.actions.append(Suspected(e.node))
 
     def on_left(self, e: Left) -> None:

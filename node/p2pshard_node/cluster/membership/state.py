@@ -42,6 +42,8 @@ class Peer:
     """When it last answered a ping of this instance."""
     left: bool = False
     """It said goodbye: that it does not answer is as it should be."""
+    refused_since: float | None = None
+    """Since when nothing listens at its address: its process is gone, or was just replaced."""
     denied_since: float | None = None
     """Since when it has said that it does not count us as a member."""
 
