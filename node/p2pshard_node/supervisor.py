@@ -191,6 +191,15 @@ class Supervisor:
         return sum(w.booked_bytes for w in self._workers if w.key and w.key != without and not w.stopping)
 
     # -- processes
+    def _environment(self) -> dict[str, str]:
+        # torch makes its folder when it is imported, by default in the system's temporary one;
+        # kernels compiled by numba may be shared by telling it a folder
+        return {
+            "NUMBA_CACHE_DIR": str(self._probe_path.parent / "kernels"),
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(self._probe_path.parent / "torch"),
+        }
+
     async def _spawn(self) -> Worker:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -202,13 +211,7 @@ class Supervisor:
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
-                # torch makes its folder when it is imported, by default in the system's temporary one;
-                # kernels compiled by numba may be shared by telling it a folder
-                env={
-                    "NUMBA_CACHE_DIR": str(self._probe_path.parent / "kernels"),
-                    **os.environ,
-                    "TORCHINDUCTOR_CACHE_DIR": str(self._probe_path.parent / "torch"),
-                },
+                env=self._environment(),
             )
         except OSError:
             ours.close()
@@ -391,6 +394,29 @@ class Supervisor:
                 return event
             if time.monotonic() - worker.last_word > silence_s:
                 raise TimeoutError
+
+    async def compile(self, layouts: list[str]) -> None:
+        """Have the kernels for quantised models on disk, those of these layouts of grouped weights among them, before a
+        stage needs them; at rest, and where the memory for it is free."""
+        budget = self._budget()
+        if budget is not None and self.used_bytes() + self.base_bytes * 2 > budget:
+            return
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "p2pshard_node.engine.fused.prepare",
+            "--ahead",
+            *layouts,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=self._environment(),
+        )
+        try:
+            if code := await process.wait():
+                _log.warning("kernels were not compiled ahead: %s", exit_reason(code))
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
     # -- deployments
     async def load(

@@ -365,7 +365,7 @@ async def test_what_is_undeployed_after_its_worker_died_holds_no_tensors(tmp_pat
     one = member(tmp_path, [])
     assert sources() == [], "what an earlier run of this daemon left"
     one._fetcher = cast(Any, SimpleNamespace(manifest=_manifest, ensure=_nothing))
-    one._store = SimpleNamespace(write_source=write_source)
+    one._store = SimpleNamespace(write_source=write_source, recognise=lambda *_: True)
     cast(Any, one._supervisor).load = _loaded
     one._ledger.put(agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0))
     await one._load("d", plan(1), 0, [], asyncio.Queue(), None)
@@ -415,7 +415,7 @@ async def test_what_was_fetched_for_a_load_that_was_cancelled_may_be_evicted(tmp
         await asyncio.Event().wait()
 
     one._fetcher = cast(Any, SimpleNamespace(manifest=_manifest, ensure=ensure))
-    one._store = SimpleNamespace(abandon=abandoned.append)
+    one._store = SimpleNamespace(abandon=abandoned.append, recognise=lambda *_: True)
     loading = asyncio.create_task(one._load("d", plan(1), 0, [], asyncio.Queue(), None))
     await go.wait()
     loading.cancel()

@@ -42,6 +42,7 @@ from .peers import RELAYED_KEY, Peers
 from .planner import Planner
 from .reports import Reports
 from .service import ClusterService
+from .standby import Standby
 from .state import Deployments, deployment_id, last_epoch, settings_satisfied
 from .survey import Survey
 from .traces import trace_to_json
@@ -73,6 +74,7 @@ class Cluster:
         supervisor: Supervisor,
         budget: Callable[[], int],
         requests: Callable[[], list[dict[str, Any]]],
+        copies: bool = True,
     ) -> None:
         folder = identity.data_dir
         self._identity, self._store, self._supervisor = identity, store, supervisor
@@ -112,6 +114,7 @@ class Cluster:
             self.holders,
             self._publish,
         )
+        self.standby = Standby(self.peers, store, self.fetcher, supervisor, self._holders_of, copies=copies)
         self.service = ClusterService(self, self.peers, store)
 
     # -- life
@@ -129,6 +132,7 @@ class Cluster:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.standby.close()
         await self.fetcher.close()
         await self.peers.stop()
         await in_thread(self.table.flush)
@@ -155,6 +159,7 @@ class Cluster:
                     await self.member.tick(self.table.all())
                     for row in self.table.all():
                         self._follow_up(row)
+                        self.standby.look(row)
             await asyncio.sleep(0.2)
 
     # -- gossip (see peers.Gossip)

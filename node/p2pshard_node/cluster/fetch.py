@@ -46,6 +46,8 @@ class _Download:
     counts: list[Callable[[int], None]]
     task: asyncio.Task[None] | None = None
     askers: int = 0
+    stage: bool = False
+    """Whether one of them needs it for a stage of this node."""
 
     def count(self, nbytes: int) -> None:
         for count in self.counts:
@@ -157,7 +159,7 @@ class Fetcher:
                 progress(done, total)
 
         count(0)
-        held = await self._holders(missing, holders)
+        held = await self.who_holds(missing, holders)
         unheld = self._sources(holders)[:_ASKED_WHY]
         jobs = [
             asyncio.create_task(self._one(sha, *wanted[sha], held[sha] or unheld, count)) for sha in missing
@@ -169,8 +171,17 @@ class Fetcher:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
-    async def _holders(self, hashes: Sequence[str], holders: Sequence[str]) -> dict[str, list[str]]:
-        """Which members hold each of the hashes, likely ones first."""
+    async def copy(self, entry: TensorEntry, sources: Sequence[str]) -> None:
+        """Have a tensor here that is not for a stage of ours: not counted in ``bytes_received``. Raises as `ensure`."""
+        try:
+            await self._one(
+                entry.sha256, entry.nbytes, entry.name, list(sources), lambda _: None, stage=False
+            )
+        finally:
+            await in_thread(self._store.abandon, {entry.sha256})
+
+    async def who_holds(self, hashes: Sequence[str], holders: Sequence[str] = ()) -> dict[str, list[str]]:
+        """Which other members hold each of the hashes, likely ones first."""
         found: dict[str, list[str]] = {sha: [] for sha in hashes}
         sources = self._sources(holders)
 
@@ -195,7 +206,14 @@ class Fetcher:
         return found
 
     async def _one(
-        self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
+        self,
+        sha: str,
+        nbytes: int,
+        name: str,
+        sources: list[str],
+        count: Callable[[int], None],
+        *,
+        stage: bool = True,
     ) -> None:
         """One download at a time per hash, however many ask for it; it ends when none of them waits any more."""
         while (running := self._running.get(sha)) is not None and not running.askers:
@@ -209,6 +227,7 @@ class Fetcher:
         assert running.task is not None, "made with it"
         running.counts.append(count)
         running.askers += 1
+        running.stage |= stage
         try:
             await asyncio.shield(running.task)
         finally:
@@ -225,10 +244,10 @@ class Fetcher:
 
     async def _gated(self, sha: str, nbytes: int, name: str, sources: list[str], running: _Download) -> None:
         async with self._gate:
-            await self._download(sha, nbytes, name, sources, running.count)
+            await self._download(sha, nbytes, name, sources, running)
 
     async def _download(
-        self, sha: str, nbytes: int, name: str, sources: list[str], count: Callable[[int], None]
+        self, sha: str, nbytes: int, name: str, sources: list[str], running: _Download
     ) -> None:
         trouble = ""
         for attempt in range(ROUNDS):
@@ -236,7 +255,7 @@ class Fetcher:
             start = int(sha[:8], 16) % len(sources) if sources else 0
             for node in sources[start:] + sources[:start]:
                 try:
-                    await self._from(node, sha, nbytes, count)
+                    await self._from(node, sha, nbytes, running)
                     return
                 except grpc.aio.AioRpcError as error:
                     said = error_of(error)
@@ -258,7 +277,7 @@ class Fetcher:
             f"tensor {name} ({nbytes} bytes) cannot be fetched from any member: {trouble}", sha256=sha
         )
 
-    async def _from(self, node: str, sha: str, nbytes: int, count: Callable[[int], None]) -> None:
+    async def _from(self, node: str, sha: str, nbytes: int, running: _Download) -> None:
         async with _opened(self._store, sha, nbytes) as writer:
             got = writer.offset
             call = self._peers.stub(node).Tensor(
@@ -274,8 +293,8 @@ class Fetcher:
                         raise ModelCorrupt(f"it sends more than the {nbytes} bytes of the tensor")
                     await in_thread(writer.write, piece.data)
                     got += len(piece.data)
-                    self.bytes_received += len(piece.data)
-                    count(len(piece.data))
+                    self.bytes_received += len(piece.data) if running.stage else 0
+                    running.count(len(piece.data))
             finally:
                 call.cancel()
             await in_thread(writer.finish)

@@ -242,6 +242,7 @@ class Member:
         manifest = await self._fetcher.manifest(plan.manifest, holders)
         entries = needed_tensors(manifest, *stage.layers, stage.embedding, stage.head)
         source = self._source(deployment)
+        await in_thread(self._store.recognise, plan.model, plan.manifest)
         try:
             await self._fetcher.ensure(
                 plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)

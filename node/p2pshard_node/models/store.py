@@ -276,6 +276,16 @@ class ModelStore:
             rows.append({"name": self._name(path), "size_bytes": size, "digest": digest, "path": str(path)})
         return rows
 
+    def recognise(self, name: str, digest: str) -> bool:
+        """See whether a model of that name lies in this node's own folders with that content, and hash it for that if it was
+        not: whatever is there need not be fetched. Whether it has that content."""
+        try:
+            path = self._find(name)
+            return self._resolve_path(path, name, None).manifest.digest == digest
+        except (P2PShardError, OSError) as error:
+            _log.debug("no model %s of ours: %s", name, error)
+            return False
+
     # -- manifests --------------------------------------------------------------------------------
     def get(self, digest: str) -> Manifest | None:
         """The manifest of a digest, when this node has seen it."""
