@@ -580,7 +580,7 @@ async def test_what_does_not_fit_without_a_suspected_member_waits_for_it_to_retu
     def reply(nodes: list[NodeBudget], *_: object) -> dict[str, Any]:
         return {"fits": len(nodes) == 2, "plan": None}
 
-    def made(nodes: list[NodeBudget], *_: object) -> Plan:
+    def made(nodes: list[NodeBudget], *_: object, **__: object) -> Plan:
         if len(nodes) < 2:
             raise DoesNotFit("too much", shortfall_bytes=1)
         return plan()
