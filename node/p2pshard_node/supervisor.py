@@ -141,6 +141,8 @@ class Supervisor:
         self._warm: Worker | None = None
         self._warming: asyncio.Task[None] | None = None
         self._respawns = 0
+        self._rehearsed: tuple[str, str] | None = None
+        """Dtype and device that warm workers are ready for."""
         self._watcher: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._closed = False
@@ -323,8 +325,20 @@ class Supervisor:
         try:
             self._warm = await self._spawn()
             self._respawns = 0
+            self._rehearse()
         except (P2PShardError, OSError) as error:
             _log.error("no warm worker: %s", error)
+
+    def rehearse(self, dtype: str, device: str) -> None:
+        """Have the warm worker, and those after it, ready for loads in this dtype; its kernels are on the disk."""
+        if self._rehearsed != (dtype, device):
+            self._rehearsed = dtype, device
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        if self._rehearsed is not None and self._warm is not None:
+            dtype, device = self._rehearsed
+            self._warm.send({"op": "rehearse", "dtype": dtype, "device": device})
 
     async def _take(self) -> Worker:
         """A started worker for a load: the warm one, the one being warmed, or a new one."""

@@ -28,7 +28,7 @@ from .peers import Peers
 
 __all__ = ["Standby", "copier", "layouts_of"]
 
-SETTLED_S = 3.0
+SETTLED_S = 1.0
 """So long a deployment has been ready before anything is done ahead for it."""
 COPY_S = 20.0
 """The same for copies, which take some of the network; and between two looks at who holds what."""
@@ -124,6 +124,7 @@ class Standby:
         await in_thread(self._store.recognise, plan.model, plan.manifest)
         if plan.dtype in ("int8", "int4"):
             await self._supervisor.compile(layouts_of(manifest, plan.dtype))
+            self._supervisor.rehearse(plan.dtype, "cpu")
 
     async def _copy(self, plan: Plan) -> None:
         """Fetch what this node is to keep a copy of."""

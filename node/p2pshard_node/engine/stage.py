@@ -89,12 +89,13 @@ class StageModel:
         self.vocab_size = int(modules.config.vocab_size)
         self.numerics = "tolerant"
         """``invariant`` when bits depend neither on the batch nor on the chunks, else ``tolerant``."""
+        self.golden: numerics.Golden | None = None
+        """What the golden model gave in this dtype."""
         self.fingerprint = ""
         """Of the kernels: equal where the golden model gives equal bits."""
         self.kernels = f"torch {device} {dtype}"
         """Which way the layers run."""
         self._fused: FusedStage | None = None
-        self._golden: numerics.Golden | None = None
         if dtype == "int8":
             dot = "avx512-vnni" if has_dot_instruction() else "integer"
             self.kernels = f"plain w8a8 numba {dot}"
@@ -119,12 +120,14 @@ class StageModel:
         chunk_tokens: int,
         progress: Callable[[str, int, int], None] | None = None,
         follows: StageModel | None = None,
+        golden: numerics.Golden | None = None,
     ) -> StageModel:
         """Load a part of the model behind `source` and check it.
 
         `layers`: first and last, inclusive. `progress(phase, done, total)` counts weights. `follows`: a stage of the same
-        model in the same dtype, which hands over what both have and is of no use afterwards, whatever comes of this. Raises
-        `UnsupportedModel` before anything is read where that can be told, `ModelCorrupt`, `InvalidRequest`.
+        model in the same dtype, which hands over what both have and is of no use afterwards, whatever comes of this.
+        `golden`: as `rehearse` gave it for this dtype and device, in this process. Raises `UnsupportedModel` before anything
+        is read where that can be told, `ModelCorrupt`, `InvalidRequest`.
         """
         from p2pshard_node.engine.gguf_weights import open_weights
 
@@ -141,6 +144,7 @@ class StageModel:
             chunk_tokens=chunk_tokens,
             progress=progress,
             follows=follows,
+            golden=golden,
         )
 
     @classmethod
@@ -160,6 +164,7 @@ class StageModel:
         progress: Callable[[str, int, int], None] | None = None,
         check: bool = True,
         follows: StageModel | None = None,
+        golden: numerics.Golden | None = None,
     ) -> StageModel:
         """As `load`, from an open set of weights; `weights` is called once the architecture is accepted."""
         if dtype not in DTYPES:
@@ -191,7 +196,7 @@ class StageModel:
         pool = KvPool(modules.kv, blocks=blocks, block_size=block_size, dtype=DTYPES[dtype], device=device)
         stage = cls(modules, pool, dtype, device)
         if check:
-            stage.self_check(follows._golden if follows is not None else None)
+            stage.self_check(golden)
         return stage
 
     def hand_over(self, part: Part) -> Heirloom:
@@ -320,8 +325,7 @@ class StageModel:
     def self_check(self, golden: numerics.Golden | None = None) -> None:
         """Set `numerics` and `fingerprint`. Raises `UnsupportedModel` when chunks differ from the whole.
 
-        Writes into the pool, so before any sequence lives there. `golden`: what the golden model gave before, in this
-        process and dtype.
+        Writes into the pool, so before any sequence lives there. `golden` as in `load`.
         """
         length = min(15, self._pool.blocks * self._pool.block_size)
         if self._modules.part.embedding:
@@ -336,28 +340,32 @@ class StageModel:
             dtype=self.dtype,
             architecture=self._modules.config.model_type,
         )
-        self._golden = judged = golden or self._run_golden()
+        judged = golden or self.rehearse(self.dtype, self._device)
         fused = self._fused is not None
+        self.golden = judged
         self.numerics = "invariant" if fused and own and judged.invariant else "tolerant"
         # two stages whose rotations were computed differently, or that run in different ways, are no pair
         own_way = self._fused.frequencies.tobytes() if self._fused is not None else b"plain"
         self.fingerprint = hashlib.sha256(bytes.fromhex(judged.fingerprint) + own_way).hexdigest()
 
-    def _run_golden(self) -> numerics.Golden:
+    @staticmethod
+    def rehearse(dtype: str, device: str = "cpu") -> numerics.Golden:
+        """Run the golden model, which has all that a load of this dtype needs in memory afterwards: compiled kernels, and
+        what libraries make when they are first used."""
         model = StageModel.from_weights(
             numerics.GoldenWeights,
             numerics.GOLDEN_CONFIG,
             layers=(0, 0),
             embedding=True,
             head=True,
-            dtype=self.dtype,
-            device=self._device,
+            dtype=dtype,
+            device=device,
             blocks=32,
             block_size=16,
             chunk_tokens=512,
             check=False,
         )
-        return numerics.golden(lambda rows: model._hidden_states(rows, 4), self.dtype)
+        return numerics.golden(lambda rows: model._hidden_states(rows, 4), dtype)
 
     def _hidden_states(self, rows: Sequence[tuple[int, np.ndarray]], blocks: int) -> list[np.ndarray]:
         """Last hidden state of every token of (start, values) rows; row i has the pool's blocks from i x

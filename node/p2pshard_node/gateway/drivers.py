@@ -190,7 +190,8 @@ class Drivers:
     def check(self, used: Callable[[DriverLink], bool]) -> None:
         """Lose streams whose node has left the cluster (TCP may not know it yet); close past ones that nobody uses."""
         members = {node.id for node in self._view.members()}
-        current = {(d.id, d.plan.epoch.n, d.plan.epoch.proposer) for d in self._view.deployments()}
+        rows = {d.id: d for d in self._view.deployments()}
+        current = {(d.id, d.plan.epoch.n, d.plan.epoch.proposer) for d in rows.values()}
         for key, task in list(self._links.items()):
             if not _succeeded(task):
                 if task.done():
@@ -202,6 +203,9 @@ class Drivers:
             elif key not in current and not used(link):
                 del self._links[key]
                 self._close_soon(link)
+            elif key not in current and key[0] in rows and rows[key[0]].state == "ready":
+                # Its driver may be stopped and not know it: whoever waits for it goes to the one that serves.
+                link.lose(link.stage_lost(f"was replaced by epoch {rows[key[0]].plan.epoch.n}"))
 
     async def close(self) -> None:
         """Close every stream: a driver cancels what it runs for a gateway that is gone."""

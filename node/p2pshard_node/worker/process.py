@@ -17,6 +17,7 @@ from p2pshard.credentials import Credentials
 from p2pshard.errors import Conflict, Internal, ModelCorrupt, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.frames import Limits
+from p2pshard_node.engine.numerics import Golden
 from p2pshard_node.engine.sampling import sample_rows
 from p2pshard_node.engine.source import TensorSource
 from p2pshard_node.engine.stage import StageModel
@@ -91,6 +92,8 @@ class WorkerProcess:
         self._base_bytes = own_peak_bytes()
         self._loaded: _Loaded | None = None
         self._active: ActiveEpoch | None = None
+        self._golden: dict[tuple[str, str], Golden] = {}
+        """What the golden model gave, by dtype and device."""
 
     async def run(self) -> None:
         """Until told to stop or the daemon is gone."""
@@ -126,6 +129,8 @@ class WorkerProcess:
                 await self._answer(self._probe())
             case "load":
                 await self._answer(self._load(message))
+            case "rehearse":
+                await self._answer(self._rehearse(str(message["dtype"]), str(message["device"])))
             case "activate":
                 await self._answer(self._activate(message))
             case other:
@@ -134,6 +139,14 @@ class WorkerProcess:
     async def _probe(self) -> None:
         devices = await asyncio.get_running_loop().run_in_executor(self._thread, probe.measure)
         self._channel.send({"ev": "probed", "devices": devices})
+
+    async def _rehearse(self, dtype: str, device: str) -> None:
+        """Have in memory what a load in this dtype will need."""
+        if (dtype, device) not in self._golden:
+            torch.set_num_threads(_available_threads())
+            loop = asyncio.get_running_loop()
+            golden = await loop.run_in_executor(self._thread, StageModel.rehearse, dtype, device)
+            self._golden[dtype, device] = golden
 
     async def _answer(self, work: Any) -> None:
         try:
@@ -195,10 +208,13 @@ class WorkerProcess:
                     chunk_tokens=plan.chunk_tokens,
                     progress=progress,
                     follows=before.model if before is not None else None,
+                    golden=self._golden.get((plan.dtype, stage.ranks[0].device)),
                 )
                 return model, source.bytes_read
 
         model, read = await loop.run_in_executor(self._thread, load)
+        if model.golden is not None:
+            self._golden[plan.dtype, stage.ranks[0].device] = model.golden
         limits = Limits.of(plan, hidden_size=model.hidden_size, vocab_size=model.vocab_size)
         if before is not None:
             port = before.port
