@@ -59,6 +59,9 @@ class NodeService(control_pb2_grpc.NodeServicer):
         self._gateway = gateway
         self._shutdown = shutdown
 
+    async def Ping(self, request: control_pb2.Empty, context: Any) -> control_pb2.Empty:
+        return control_pb2.Empty()
+
     async def Status(self, request: control_pb2.Empty, context: Any) -> control_pb2.StatusReply:
         async with _errors_cross(context):
             return control_pb2.StatusReply(json=json.dumps(self._view.status()))

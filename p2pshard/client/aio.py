@@ -19,7 +19,7 @@ from p2pshard.client.options import (
     settings_json,
 )
 from p2pshard.client.references import resolve_reference
-from p2pshard.client.stream import AsyncStream, json_object
+from p2pshard.client.stream import AsyncStream, Begun, Opened, json_object
 from p2pshard.config import local_address, parse_address
 from p2pshard.errors import (
     DeadlineExceeded,
@@ -41,6 +41,7 @@ T = TypeVar("T")
 CONNECT_S = 3.0
 _BROWSE_S = 3.0
 _CALL_S = 30.0
+_MOST_OTHERS = 16
 #: resolving a model on disk may mean reading all of it once, to know its content hashes
 _RESOLVE_S = 600.0
 
@@ -72,6 +73,10 @@ class AsyncClient:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current: str | None = None
         self._connecting = asyncio.Lock()
+        self._others: tuple[str, ...] = ()
+        """Nodes that a node which is gone named."""
+        self._gone = ""
+        """The last node that was lost in the middle of an answer."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -120,11 +125,28 @@ class AsyncClient:
     async def _candidates(self) -> AsyncIterator[tuple[str, ...]]:
         """Groups of addresses in the order of trying; zeroconf only when nothing nearer answered."""
         for address in self._given:
-            yield (address,)
+            if address != self._gone:
+                yield (address,)
+        if self._others:
+            yield self._others
+        if self._gone in self._given:
+            yield (self._gone,)
         if not self._given:
             yield (local_address(),)
             for addresses in await find_nodes(self._cluster):
                 yield addresses
+
+    async def _leave(self, address: str, others: Sequence[str]) -> None:
+        """The node at `address` is gone; `others` are said to be nodes of its cluster. It comes last from now on."""
+        self._others = tuple(a for a in dict.fromkeys((*self._others, *others)) if a != address)[
+            :_MOST_OTHERS
+        ]
+        if self._current == address:
+            self._current = None
+        self._gone = address
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close(grace=None)
 
     async def _attempts(self) -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
         """Connected channels: the one in use first, then each other candidate that answers.
@@ -368,8 +390,12 @@ class AsyncClient:
     ) -> AsyncStream:
         apply_options(request, **options)
 
-        async def opener() -> tuple[str, Any, Any]:
-            async def operation(address: str, stub: Any) -> tuple[str, Any, Any]:
+        async def opener(begun: Begun | None) -> Opened:
+            if begun is not None:
+                await self._leave(begun.address, begun.record.gateways)
+                _carry_on(request, begun)
+
+            async def operation(address: str, stub: Any) -> Opened:
                 request.model = resolve_reference(model, address)
                 call = stub.Generate(request)
                 try:
@@ -380,11 +406,23 @@ class AsyncClient:
                 except BaseException:
                     call.cancel()
                     raise
-                return address, call, first
+                return Opened(address, call, first, stub)
 
             return await self._once(operation)
 
         return AsyncStream(opener)
+
+
+def _carry_on(request: generate_pb2.GenerateRequest, begun: Begun) -> None:
+    """Make of a request the one that goes on with its answer."""
+    record = begun.record
+    request.resume.CopyFrom(
+        generate_pb2.Resume(
+            prompt_ids=record.prompt_ids, output_ids=begun.token_ids, manifest=record.manifest
+        )
+    )
+    request.sampling.CopyFrom(record.sampling)
+    request.has_seed, request.max_tokens = True, record.max_tokens
 
 
 async def _connected(channel: grpc.aio.Channel) -> None:

@@ -4,22 +4,57 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 
-from p2pshard.errors import InvalidRequest, NodeUnreachable, P2PShardError, ProtocolError
+from p2pshard.errors import InvalidRequest, NodeUnreachable, NotReady, P2PShardError, ProtocolError
 from p2pshard.json_text import parse_json
 from p2pshard.results import Generation, TextDelta, Token, plan_from
 from p2pshard.transport.channels import sent_by_peer
-from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.generated import control_pb2, generate_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
 
-__all__ = ["AsyncStream", "json_object"]
+__all__ = ["AsyncStream", "Begun", "Opened", "json_object"]
 
 
-_Opener = Callable[[], Awaitable[tuple[str, "grpc.aio.UnaryStreamCall[Any, Any]", Any]]]
+_GONE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
+"""How gRPC calls the end of a connection."""
+QUIET_S = 2.0
+"""Without a word of a node for so long, it is asked whether it is there."""
+ASK_S = 1.5
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An answer that was begun at a node which is gone, as far as it came."""
+
+    record: generate_pb2.ResumeRecord
+    token_ids: list[int]
+    address: str
+    """Of that node."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A call that a node has taken."""
+
+    address: str
+    call: grpc.aio.UnaryStreamCall[Any, Any]
+    first: generate_pb2.GenerateEvent
+    stub: Any
+
+
+_Opener = Callable[[Begun | None], Awaitable[Opened]]
+"""Without an argument for a new answer, with one to carry it on at another node."""
 
 
 class AsyncStream:
@@ -31,9 +66,8 @@ class AsyncStream:
 
     def __init__(self, opener: _Opener) -> None:
         self._opener = opener
-        self._call: Any = None
-        self._address = ""
-        self._first: generate_pb2.GenerateEvent | None = None
+        self._at: Opened | None = None
+        self._closed = False
         self._resume = generate_pb2.ResumeRecord()
         self._text: list[str] = []
         self._tokens: list[Token] = []
@@ -48,10 +82,10 @@ class AsyncStream:
 
     async def start(self) -> None:
         """Send the request and wait until a node has taken it; reading does so too. Raises as `result`."""
-        if self._call is not None or self._finish is not None:
+        if self._at is not None or self._finish is not None:
             return
         try:
-            self._address, self._call, self._first = await self._opener()
+            self._at = await self._opener(None)
         except P2PShardError as error:
             self._error = error
             raise
@@ -66,8 +100,9 @@ class AsyncStream:
         self._reading = True
         try:
             await self.start()
-            event = self._first
-            while event is not None:
+            assert self._at is not None
+            event = self._at.first
+            while True:
                 kind = event.WhichOneof("event")
                 if kind == "resume":
                     self._resume = event.resume
@@ -85,7 +120,8 @@ class AsyncStream:
                 raise
             return  # `aclose` was called elsewhere while this waited for the next piece
         except grpc.aio.AioRpcError as error:
-            self._error = _located(error, self._address)
+            assert self._at is not None
+            self._error = _located(error, self._at.address)
             raise self._error from error
         except P2PShardError as error:
             self._error = error
@@ -95,15 +131,49 @@ class AsyncStream:
             self._end()
 
     async def _next(self) -> generate_pb2.GenerateEvent:
-        event = await self._call.read()
+        """The next event, from another node where the one that the answer came from is gone."""
+        assert self._at is not None
+        try:
+            event = await self._read(self._at)
+        except grpc.aio.AioRpcError as error:
+            if self._closed or not self._resume.request or not _is_gone(error):
+                raise
+            begun = Begun(self._resume, [t.id for t in self._tokens], self._at.address)
+            try:
+                self._at = await self._opener(begun)
+            except NodeUnreachable:
+                raise error from None  # nobody else is there: what was lost says more
+            if self._closed:
+                self._at.call.cancel()
+            return self._at.first
         if event is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
-            raise ProtocolError(f"the node at {self._address} ended the answer without a finish reason")
+            raise ProtocolError(f"the node at {self._at.address} ended the answer without a finish reason")
         assert isinstance(event, generate_pb2.GenerateEvent)
         return event
 
+    @staticmethod
+    async def _read(at: Opened) -> Any:
+        """The next message. A node that is silent is asked now and then whether it is there; raises as a broken connection
+        when it does not answer."""
+        read: asyncio.Future[Any] = asyncio.ensure_future(at.call.read())
+        try:
+            while True:
+                done, _ = await asyncio.wait([read], timeout=QUIET_S)
+                if done:
+                    return read.result()
+                try:
+                    await at.stub.Ping(control_pb2.Empty(), timeout=ASK_S)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED and not read.done():
+                        at.call.cancel()
+                        raise
+        finally:
+            read.cancel()
+
     def _end(self) -> None:
-        if self._call is not None:
-            self._call.cancel()  # nothing to do when it is done already
+        self._closed = True
+        if self._at is not None:
+            self._at.call.cancel()  # nothing to do when it is done already
         if self._finish is None:
             self._finish = generate_pb2.Finish(
                 reason="cancelled",
@@ -150,6 +220,14 @@ class AsyncStream:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+def _is_gone(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the node is gone, or is about to go, rather than that it refuses the request."""
+    if not sent_by_peer(error):
+        return error.code() in _GONE
+    typed = from_rpc_error(error, "")
+    return isinstance(typed, NotReady) and typed.details.get("state") == "stopping"
 
 
 def _located(error: grpc.aio.AioRpcError, address: str) -> P2PShardError:

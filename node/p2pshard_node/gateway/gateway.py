@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from p2pshard.errors import (
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
 from p2pshard.speculation import check_draft
-from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.generated import control_pb2, generate_pb2
 
 from ..rounds import Rounds
 from .driver_link import DriverLink, error_from_proto
@@ -54,6 +55,7 @@ MAX_MESSAGES = 10_000
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _TEXT_MODELS = 4
+_OTHER_GATEWAYS = 8
 _ENCODERS = 2
 _WATCH_S = 0.1
 _DRIVER_REASONS = frozenset({"stop", "length", "cancelled", "deadline"})
@@ -218,6 +220,19 @@ class Gateway:
         room = _room(len(prompt_ids), plan)
         running.prepare(text, prompt_ids, min(request.max_tokens or DEFAULT_MAX_TOKENS, room))
         running.deployment = deployment
+        record = generate_pb2.ResumeRecord(
+            request=running.id,
+            seed=sampling.seed,
+            prompt_ids=prompt_ids,
+            manifest=plan.manifest,
+            sampling=sampling.to_proto(),
+            max_tokens=running.log.max_tokens,
+            gateways=self._other_gateways(),
+        )
+        running.replay(request.resume.output_ids)
+        if running.log.outcome is not None:  # what the client has of it is all
+            record.plan_json = json.dumps(plan.to_json())
+            return record
         try:
             joined = await self._drivers.join(deployment)
         except PASSING as error:
@@ -236,15 +251,14 @@ class Gateway:
         if running.log.outcome is not None:
             raise Cancelled("the request ended before it reached its driver")
         self._submit(running, joined)
-        return generate_pb2.ResumeRecord(
-            request=running.id,
-            seed=sampling.seed,
-            prompt_ids=prompt_ids,
-            manifest=plan.manifest,
-            sampling=sampling.to_proto(),
-            max_tokens=running.log.max_tokens,
-            plan_json=json.dumps(joined.plan.to_json()),
-        )
+        record.plan_json = json.dumps(joined.plan.to_json())
+        return record
+
+    def _other_gateways(self) -> list[str]:
+        """Where a client can go on when this node is gone: an address of each of some other members."""
+        others = [n for n in self._view.members() if n.id != self.node_id and n.addresses]
+        random.shuffle(others)
+        return [_text(n.addresses[0]) for n in others[:_OTHER_GATEWAYS]]
 
     def _submit(self, running: Running, joined: Joined) -> None:
         """Hand the request, with what has been given of it, to a driver."""
@@ -335,14 +349,15 @@ class Gateway:
     ) -> list[int]:
         kind = request.WhichOneof("input")
         if kind == "prompt_ids":
-            _room(len(request.prompt_ids.ids), plan)
-            ids = list(request.prompt_ids.ids)
-            if ids and max(ids) >= text.vocab_size:
-                raise InvalidRequest(
-                    f"prompt_ids has {max(ids)}; the vocabulary of {request.model} ends at "
-                    f"{text.vocab_size - 1}",
-                    field="prompt_ids",
+            return _checked_ids(request.prompt_ids.ids, "prompt_ids", request.model, text, plan)
+        if kind == "resume":
+            resume = request.resume
+            if resume.manifest != plan.manifest:
+                raise Conflict(
+                    f"{request.model} is another model now than the one that this answer was begun with; ask again"
                 )
+            ids = _checked_ids(resume.prompt_ids, "resume", request.model, text, plan)
+            _checked_ids(resume.output_ids, "resume", request.model, text, plan)
             return ids
         if kind == "prompt":
             return await self._encode(text.encode, request.prompt, plan.context)
@@ -468,6 +483,20 @@ def _room(prompt_tokens: int, plan: Plan) -> int:
             context=plan.context,
         )
     return plan.context - prompt_tokens
+
+
+def _checked_ids(ids: Sequence[int], field: str, model: str, text: TextModel, plan: Plan) -> list[int]:
+    """Token ids from a client. Raises `ContextExceeded` before they are copied, `InvalidRequest` for one that is none."""
+    _room(len(ids), plan)
+    if ids and max(ids) >= text.vocab_size:
+        raise InvalidRequest(
+            f"{field} has {max(ids)}; the vocabulary of {model} ends at {text.vocab_size - 1}", field=field
+        )
+    return list(ids)
+
+
+def _text(address: control_pb2.Address) -> str:
+    return f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
 
 
 def _check(request: generate_pb2.GenerateRequest) -> None:

@@ -46,6 +46,8 @@ class Running:
         self._given = 0
         """Tokens that the log had when the driver of this attempt was given it."""
         self._futile = 0
+        self._before = 0
+        """Tokens that an earlier gateway gave."""
         self.started = time.monotonic()
         self.unread_since: float | None = None
         """Monotonic time since when the client could have read something and has not."""
@@ -65,6 +67,17 @@ class Running:
         self.log.max_tokens = max_tokens
         self.eos_ids = () if self._ignore_eos else text.eos_ids
         self._detokeniser = text.detokeniser()
+
+    def replay(self, ids: Sequence[int]) -> None:
+        """Take up an answer of which the client has so many tokens: the log, and the state that follows from it.
+
+        It has ended afterwards where the log says so.
+        """
+        for token in ids:
+            if self.log.append(self.log.attempt, len(self.log.ids), (token,)):
+                self._digest(token)
+        self._text, self._tokens, self._read = [], [], len(self.log.ids)
+        self._before = self._given = self._read
 
     # -- from driver to driver ------------------------------------------------------------------
     def handed_to(self, deployment: control_pb2.Deployment, link: DriverLink) -> None:
@@ -110,13 +123,7 @@ class Running:
             self._first_at = self._first_at or self._last_at
             self.state = "running"
             self._tokens.append(token)
-            eos = token.id in self.eos_ids
-            if not eos:
-                self._text.append(self._stops.push(self._detokeniser.push((token.id,))))
-            if eos or self._stops.matched is not None:
-                self.end("stop")
-            elif len(self.log.ids) == self.log.max_tokens:
-                self.end("length")
+            self._digest(token.id)
         if self._tokens:
             self._notify()
         if len(self._tokens) > self._max_unread and self.log.outcome is None:
@@ -124,6 +131,16 @@ class Running:
                 f"the client has left {len(self._tokens)} tokens unread; the request was cancelled",
                 retry_after_s=1,
             )
+
+    def _digest(self, token: int) -> None:
+        """Make text of the token that the log has just taken, and end where that ends it."""
+        eos = token in self.eos_ids
+        if not eos:
+            self._text.append(self._stops.push(self._detokeniser.push((token,))))
+        if eos or self._stops.matched is not None:
+            self.end("stop")
+        elif len(self.log.ids) == self.log.max_tokens:
+            self.end("length")
 
     def end(self, reason: str) -> bool:
         """Record a normal end and let go of the text that was held back; False when it had ended before."""
@@ -174,12 +191,13 @@ class Running:
             raise outcome.error
         count = len(self.log.ids)
         elapsed = self._last_at - self._first_at
+        here = count - self._before
         return generate_pb2.Finish(
             reason=outcome.reason,
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=count,
-            ttft_ms=(self._first_at - self.started) * 1000 if count else 0.0,
-            tokens_per_second=(count - 1) / elapsed if elapsed > 0 else 0.0,
+            ttft_ms=(self._first_at - self.started) * 1000 if here else 0.0,
+            tokens_per_second=(here - 1) / elapsed if elapsed > 0 else 0.0,
             stop_string=outcome.stop_string,
         )
 

@@ -843,6 +843,11 @@ class NodeStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Ping = channel.unary_unary(
+                '/p2pshard.v1.Node/Ping',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/p2pshard.v1.Node/Status',
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
@@ -892,6 +897,13 @@ class NodeStub:
 
 class NodeServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Ping(self, request, context):
+        """whether the node is there
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -953,6 +965,11 @@ class NodeServicer:
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Ping': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ping,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+            ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
                     request_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
@@ -1008,6 +1025,33 @@ def add_NodeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Node:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Ping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Node/Ping',
+            p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Status(request,

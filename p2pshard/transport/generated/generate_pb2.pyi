@@ -414,6 +414,7 @@ class GenerateRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     HAS_SEED_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
@@ -438,6 +439,10 @@ class GenerateRequest(_message.Message):
         """through the model's chat template"""
 
     @_builtins.property
+    def resume(self) -> Global___Resume:
+        """an answer that another gateway began; sampling and max_tokens as its record says"""
+
+    @_builtins.property
     def sampling(self) -> Global___Sampling:
         """seed 0 with has_seed false: the gateway draws one"""
 
@@ -450,6 +455,7 @@ class GenerateRequest(_message.Message):
         prompt: _builtins.str = ...,
         prompt_ids: Global___TokenIds | None = ...,
         chat: Global___Chat | None = ...,
+        resume: Global___Resume | None = ...,
         sampling: Global___Sampling | None = ...,
         has_seed: _builtins.bool = ...,
         max_tokens: _builtins.int = ...,
@@ -458,11 +464,11 @@ class GenerateRequest(_message.Message):
         ignore_eos: _builtins.bool = ...,
         draft: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_s", b"deadline_s", "draft", b"draft", "has_seed", b"has_seed", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_s", b"deadline_s", "draft", b"draft", "has_seed", b"has_seed", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "resume", b"resume", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_ids", "chat"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_ids", "chat", "resume"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -509,6 +515,40 @@ class Chat(_message.Message):
 Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
+class Resume(_message.Message):
+    """What a client has of an answer whose gateway is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_IDS_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    manifest: _builtins.str
+    """of the record"""
+    @_builtins.property
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the record: templates are never rendered twice"""
+
+    @_builtins.property
+    def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """all that came, in order"""
+
+    def __init__(
+        self,
+        *,
+        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        output_ids: _abc.Iterable[_builtins.int] | None = ...,
+        manifest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
 class ResumeRecord(_message.Message):
     """First event of every stream: all that is needed to carry the request on elsewhere."""
 
@@ -521,6 +561,7 @@ class ResumeRecord(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     PLAN_JSON_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     seed: _builtins.int
     manifest: _builtins.str
@@ -530,6 +571,10 @@ class ResumeRecord(_message.Message):
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of other nodes that can carry it on"""
+
     def __init__(
         self,
         *,
@@ -540,10 +585,11 @@ class ResumeRecord(_message.Message):
         sampling: Global___Sampling | None = ...,
         max_tokens: _builtins.int = ...,
         plan_json: _builtins.str = ...,
+        gateways: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "max_tokens", b"max_tokens", "plan_json", b"plan_json", "prompt_ids", b"prompt_ids", "request", b"request", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "manifest", b"manifest", "max_tokens", b"max_tokens", "plan_json", b"plan_json", "prompt_ids", b"prompt_ids", "request", b"request", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
