@@ -39,6 +39,7 @@ CONTROL_PORT = 7332
 DATA_PORTS = (7333, 7340)
 TENSOR_CACHE = 64 * 2**30
 
+MOST_SECONDS = 86_400
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -81,6 +82,10 @@ class DaemonConfig:
     """Bytes of disk, under the data directory, for tensors that came from other nodes."""
     warm_worker: bool
     """Keep one worker with its libraries loaded, so that a deployment starts sooner (its memory counts)."""
+    copies: bool
+    """Keep a second copy, on disk, of tensors that only one node has."""
+    recover_wait: float
+    """Seconds that a request without a deadline waits for layers that are lost."""
     json_logs: bool
     """One JSON object a line on standard error, in place of text."""
 
@@ -196,6 +201,16 @@ def _flag(value: Any) -> bool:
     raise ValueError("it must be true or false")
 
 
+def _seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if isinstance(value, bool) or not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError(f"it must be a number of seconds from 0 to {MOST_SECONDS}")
+    return seconds
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "name": _name,
     "data_dir": _path,
@@ -212,6 +227,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "models_dir": _path,
     "tensor_cache": _size,
     "warm_worker": _flag,
+    "copies": _flag,
+    "recover_wait": _seconds,
     "json_logs": _flag,
 }
 assert list(_READERS) == [f.name for f in fields(DaemonConfig)], "every setting has a reader"
@@ -239,6 +256,8 @@ def _defaults() -> dict[str, Any]:
         "models_dir": default_models_dir(),
         "tensor_cache": TENSOR_CACHE,
         "warm_worker": True,
+        "copies": True,
+        "recover_wait": 60.0,
         "json_logs": False,
     }
 

@@ -246,6 +246,8 @@ class FakeCluster:
         self.state = "ready"
         self.reason = ""
         self.error: P2PShardError | None = None
+        self.ports: dict[str, int] = {}
+        """Control ports of nodes, where they have one."""
         self.gone: set[str] = set()
         self.carried: Callable[[], list[dict[str, Any]]] = list
         """Requests of all nodes."""
@@ -253,7 +255,13 @@ class FakeCluster:
 
     def members(self) -> list[control_pb2.NodeInfo]:
         return [
-            control_pb2.NodeInfo(id=n, name=n) for n in ("node-a", "node-b", "node-c") if n not in self.gone
+            control_pb2.NodeInfo(
+                id=n,
+                name=n,
+                addresses=[control_pb2.Address(host="127.0.0.1", port=p) for p in [self.ports.get(n)] if p],
+            )
+            for n in ("node-a", "node-b", "node-c")
+            if n not in self.gone
         ]
 
     def not_joined(self) -> list[dict[str, Any]]:

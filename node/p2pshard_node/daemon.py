@@ -27,7 +27,7 @@ from .api.app import create_app
 from .api.server import Handle, serve
 from .cluster.cluster import Cluster
 from .devices import Devices
-from .gateway.gateway import Gateway
+from .gateway.gateway import Gateway, Limits
 from .identity import Identity
 from .models.store import ModelStore
 from .node_service import NodeService
@@ -103,8 +103,15 @@ class Daemon:
             supervisor=self.supervisor,
             budget=self.devices.available,
             requests=lambda: self.gateway.ps(),
+            copies=config.copies,
         )
-        self.gateway = Gateway(self.identity.id, self.store, self.cluster, self._credentials)
+        self.gateway = Gateway(
+            self.identity.id,
+            self.store,
+            self.cluster,
+            self._credentials,
+            limits=Limits(recover_s=config.recover_wait),
+        )
         rpc.add_ClusterServicer_to_server(self.cluster.service, server)
         rpc.add_NodeServicer_to_server(NodeService(self.cluster, self.gateway, self.stopping.set), server)
         self._undo.append(("workers", self.supervisor.close))

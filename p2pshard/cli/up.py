@@ -66,6 +66,16 @@ def _require_node_extra() -> None:
 )
 @click.option("--mdns/--no-mdns", default=None, help="Find other nodes by zeroconf. Default: on.")
 @click.option("--warm-worker/--no-warm-worker", default=None, help="Keep a worker loaded. Default: on.")
+@click.option(
+    "--copies/--no-copies",
+    default=None,
+    help="Keep a second copy, on disk, of tensors that only one node has. Default: on.",
+)
+@click.option(
+    "--recover-wait",
+    metavar="SECONDS",
+    help="How long a request without a deadline waits when layers are lost. Default: 60.",
+)
 @click.option("--json-logs/--no-json-logs", default=None, help="One JSON object a log line.")
 def command(config_path: Path | None, **flags: Any) -> int:
     """Run the daemon of this machine in the foreground.

@@ -26,7 +26,7 @@ PROMPT = "The river"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("api")
     write_tiny_llama(folder / "tiny", context=4096)
-    with LocalCluster(folder, "--memory", "700MB", nodes=3) as cluster:
+    with LocalCluster(folder, "--memory", "700MB", "--recover-wait", "3", nodes=3) as cluster:
         with Client([cluster.nodes[0].address]) as client:
             until(
                 lambda: all(n["memory_budget"] for n in client.status()["nodes"]),
@@ -164,7 +164,7 @@ def test_a_killed_node_in_the_middle_is_an_error_event_that_names_its_layers(
                 if number == 20:
                     started = time.monotonic()
                     victim.kill(signal.SIGKILL)
-        assert started and time.monotonic() - started < 6
+        assert started and 2.5 < time.monotonic() - started < 8, "it waited for the node to return"
         assert caught.value.code in ("stage_lost", "unreachable")
     with openai_client(outsider) as client:  # it still answers
         assert client.models.list().data is not None

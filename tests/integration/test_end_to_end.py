@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from p2pshard import Client
-from p2pshard.errors import ContextExceeded, P2PShardError, StageLost
+from p2pshard.errors import ContextExceeded
 from tests.local_cluster import LocalCluster
 from tests.tiny import reference_tokens, write_tiny_llama
 from tests.waiting import until
@@ -178,23 +178,16 @@ def test_cancels_at_random_moments_leave_nothing(client: Client) -> None:
     )
 
 
-def test_a_killed_worker_is_a_typed_error_and_the_next_run_works(
-    cluster: LocalCluster, client: Client
-) -> None:
-    before = client.generate("tiny", "again", max_tokens=8, temperature=0, ignore_eos=True).token_ids
+def test_a_killed_worker_costs_time_and_no_token(cluster: LocalCluster, client: Client) -> None:
+    whole = client.generate("tiny", "A long one", max_tokens=400, temperature=0, ignore_eos=True).token_ids
     middle = client.status()["deployments"][0]["plan"]["replicas"][0]["stages"][1]
-    stream = client.generate("tiny", "A long one", max_tokens=2000, temperature=0, ignore_eos=True)
+    stream = client.generate("tiny", "A long one", max_tokens=400, temperature=0, ignore_eos=True)
     pieces = iter(stream)
     for _ in range(5):
         next(pieces)
 
-    began = time.monotonic()
     os.kill(middle["ranks"][0]["pid"], signal.SIGKILL)
-    with pytest.raises(P2PShardError) as error:
-        for _ in pieces:
-            pass
-    assert time.monotonic() - began < 5
-    assert isinstance(error.value, StageLost), repr(error.value)
-    assert error.value.details["layers"] == middle["layers"]
+    assert stream.result().token_ids == whole
     assert all(node.process and node.process.poll() is None for node in cluster.nodes)
-    assert client.generate("tiny", "again", max_tokens=8, temperature=0, ignore_eos=True).token_ids == before
+    after = client.status()["deployments"][0]["plan"]["replicas"][0]["stages"]
+    assert after[1]["ranks"][0]["pid"] != middle["ranks"][0]["pid"] and after[1]["layers"] == middle["layers"]

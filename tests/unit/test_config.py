@@ -65,6 +65,8 @@ def test_every_setting_is_read_from_every_source(tmp_path: Path) -> None:
         models_dir=tmp_path / "m",
         tensor_cache=5_000_000_000,
         warm_worker=False,
+        copies=False,
+        recover_wait=5.0,
         json_logs=True,
     )
     environ = {
@@ -83,6 +85,8 @@ def test_every_setting_is_read_from_every_source(tmp_path: Path) -> None:
         "P2PSHARD_MODELS_DIR": str(tmp_path / "m"),
         "P2PSHARD_TENSOR_CACHE": "5GB",
         "P2PSHARD_WARM_WORKER": "0",
+        "P2PSHARD_COPIES": "0",
+        "P2PSHARD_RECOVER_WAIT": "5",
         "P2PSHARD_JSON_LOGS": "1",
     }
     assert load_config({}, environ=environ) == expected
@@ -91,7 +95,7 @@ def test_every_setting_is_read_from_every_source(tmp_path: Path) -> None:
         f'name = "box"\ndata_dir = "{tmp_path}"\nmodels_dir = "{tmp_path}/m"\nmemory = 600000000\n'
         'device = "cuda:1"\nport = 1\napi_port = 2\ndata_ports = [0, 0]\nbind = "127.0.0.1"\n'
         'advertise = "box.lan"\npeers = ["10.0.0.1", "[fe80::1]:9"]\ncluster = "home"\n'
-        "mdns = false\ntensor_cache = 5000000000\nwarm_worker = false\njson_logs = true\n"
+        "mdns = false\ntensor_cache = 5000000000\nwarm_worker = false\ncopies = false\nrecover_wait = 5\njson_logs = true\n"
     )
     assert load_config({}, environ={}, config_path=file) == expected
 

@@ -410,6 +410,7 @@ class Cluster:
                         actual_weight_bytes=end.actual_weight_bytes,
                         actual_kv_bytes=end.actual_kv_bytes,
                         actual_base_bytes=end.actual_base_bytes,
+                        read_bytes=end.read_bytes,
                     )
         return {
             "id": row.id,

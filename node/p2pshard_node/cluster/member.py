@@ -328,6 +328,7 @@ class Member:
             actual_weight_bytes=int(event.get("weight_bytes", 0)),
             actual_kv_bytes=int(event.get("kv_bytes", 0)),
             actual_base_bytes=int(event.get("base_bytes", 0)),
+            read_bytes=int(event.get("read_bytes", 0)),
             fingerprint=str(event.get("fingerprint", "")),
             numerics=str(event.get("numerics", "tolerant")),
         )

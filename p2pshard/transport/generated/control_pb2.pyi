@@ -713,6 +713,7 @@ class StageEndpoint(_message.Message):
     ACTUAL_BASE_BYTES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     node: _builtins.str
     port: _builtins.int
@@ -726,6 +727,8 @@ class StageEndpoint(_message.Message):
     """of its kernels, by golden inputs"""
     numerics: _builtins.str
     """"invariant" or "tolerant", as measured on the loaded stage"""
+    read_bytes: _builtins.int
+    """of tensors, for this epoch: 0 when all was in memory"""
     def __init__(
         self,
         *,
@@ -739,10 +742,11 @@ class StageEndpoint(_message.Message):
         actual_base_bytes: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
         numerics: _builtins.str = ...,
+        read_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_base_bytes", b"actual_base_bytes", "actual_kv_bytes", b"actual_kv_bytes", "actual_weight_bytes", b"actual_weight_bytes", "fingerprint", b"fingerprint", "node", b"node", "numerics", b"numerics", "peak_bytes", b"peak_bytes", "pid", b"pid", "port", b"port", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_base_bytes", b"actual_base_bytes", "actual_kv_bytes", b"actual_kv_bytes", "actual_weight_bytes", b"actual_weight_bytes", "fingerprint", b"fingerprint", "node", b"node", "numerics", b"numerics", "peak_bytes", b"peak_bytes", "pid", b"pid", "port", b"port", "read_bytes", b"read_bytes", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
