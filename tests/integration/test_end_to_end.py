@@ -187,6 +187,8 @@ def test_a_killed_worker_costs_time_and_no_token(cluster: LocalCluster, client: 
         next(pieces)
 
     os.kill(middle["ranks"][0]["pid"], signal.SIGKILL)
+    for _ in pieces:
+        continue
     assert stream.result().token_ids == whole
     assert all(node.process and node.process.poll() is None for node in cluster.nodes)
     after = client.status()["deployments"][0]["plan"]["replicas"][0]["stages"]
