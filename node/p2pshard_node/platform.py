@@ -123,6 +123,14 @@ def peak_bytes(pid: int) -> int | None:
     return None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the system has stopped a process (SIGSTOP); False where it does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
 def reset_peak_bytes() -> None:
     """Let the peak of this process count from what it holds now, where the system can do that."""
     with contextlib.suppress(OSError):

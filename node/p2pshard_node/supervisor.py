@@ -34,6 +34,11 @@ START_S = 90.0
 PROBE_S = 60.0
 LOAD_SILENCE_S = 180.0
 """A load that reports nothing for so long is stuck."""
+HANGS_S = 8.0
+"""A loaded worker answers at once, whatever it computes; one that does not for so long is ended. A slow processor is not
+the reason: the others wait for their steps too, and know better how long those take."""
+STOPPED_S = 1.0
+"""The same for a process that the system has stopped."""
 FREE_S = 2.0
 """A loaded worker that is to take up another stage, and does not begin for so long, hangs at what it was doing."""
 STOP_S = 3.0
@@ -81,6 +86,8 @@ class Worker:
     """Peak memory after its imports."""
     over_budget: str = ""
     """Why it was ended, when that was for its memory."""
+    stuck: str = ""
+    """Why it was ended, when that was because it did not answer."""
     stopping: bool = False
     started: asyncio.Future[Event] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answer: asyncio.Future[Event] | None = None
@@ -280,7 +287,7 @@ class Supervisor:
     def _gone(self, worker: Worker, code: int) -> None:
         self._workers.discard(worker)
         worker.channel.close()
-        reason = worker.over_budget or exit_reason(code)
+        reason = worker.over_budget or worker.stuck or exit_reason(code)
         failure = Internal(f"the worker (pid {worker.pid}) {reason}", code=code)
         for waiting in (worker.started, worker.answer):
             if waiting is not None and not waiting.done():
@@ -519,6 +526,12 @@ class Supervisor:
             raise NotReady("its worker is gone", state="broken", reason="its worker is gone")
         worker.send({"op": "activate", **message})
 
+    @staticmethod
+    def _hangs(worker: Worker, now: float) -> bool:
+        """Whether a loaded worker, which is asked for its counts all the time, has not answered for too long."""
+        silent = now - worker.last_word
+        return silent > HANGS_S or (silent > STOPPED_S and platform.is_stopped(worker.pid))
+
     async def stop(self, key: str) -> None:
         """End the worker of a deployment, if it has one, and have its memory back."""
         await asyncio.gather(*(self._end(w) for w in list(self._workers) if w.key == key))
@@ -527,11 +540,17 @@ class Supervisor:
     # -- memory
     async def _watch(self) -> None:
         """Ask loaded workers for their counts, and end one whose peak memory is above its budget."""
-        asked = 0.0
+        asked = looked = time.monotonic()
         rounds = Rounds("watch workers", _log)
         while True:
             with rounds.one():
                 now = time.monotonic()
+                if (
+                    now - looked > STOPPED_S
+                ):  # this process stood still: who was silent meanwhile nobody knows
+                    for worker in self._workers:
+                        worker.last_word = now
+                looked = now
                 ask = now - asked >= STATS_S
                 if ask:
                     asked = now
@@ -541,6 +560,9 @@ class Supervisor:
                     peak = platform.peak_bytes(worker.pid) or 0
                     if worker.budget_bytes and peak > worker.budget_bytes and not worker.over_budget:
                         worker.over_budget = f"was ended: it used {peak:,} bytes, above its budget of {worker.budget_bytes:,} bytes"
+                        platform.kill_hard(worker.pid)
+                    elif worker.loaded and self._hangs(worker, now):
+                        worker.stuck = f"was ended: it had said nothing for {now - worker.last_word:.1f} s"
                         platform.kill_hard(worker.pid)
                     elif ask and worker.loaded:
                         worker.send({"op": "stats"})

@@ -55,7 +55,7 @@ class Alone:
         self.make: Callable[[pb.Deployment, Epoch], Awaitable[Plan]] = self.no_plan
         self.table = Deployments(folder / "deployments.json", ME)
         peers = SimpleNamespace(
-            id=ME, member_ids=lambda: {ME}, alive=lambda: {ME}, silent=lambda n: False, confirm=_nothing,
+            id=ME, member_ids=lambda: {ME}, alive=lambda: {ME}, silent=lambda n: False, refuses=lambda n: False, confirm=_nothing,
             known_elsewhere=lambda n: False, metadata=(),
             state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann"), peers={}),
         )  # fmt: skip

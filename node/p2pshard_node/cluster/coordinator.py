@@ -177,12 +177,13 @@ class Coordinator:
                 attempt = self._attempts[row.id] = Attempt()
                 attempt.task = asyncio.create_task(self._attempt(row.id, attempt), name=f"deploy {row.model}")
                 attempt.task.add_done_callback(lambda t, d=row.id, a=attempt: self._ended(d, a, t))  # type: ignore[misc]
-            elif row.state == "ready":
-                for node in Plan.from_proto(row.plan).nodes if row.HasField("plan") else ():
-                    if self._gone(node):
-                        self.lost(
-                            node, "it answers nobody" if self._peers.silent(node) else "it is no member now"
-                        )
+            elif row.state == "ready" and row.HasField("plan"):
+                plan = Plan.from_proto(row.plan)
+                for node in plan.nodes:
+                    # What hangs of the other stages the driver sees, which knows how long a step takes.
+                    silent = node == plan.stages[0].node and self._peers.silent(node)
+                    if silent or self._gone(node):
+                        self.lost(node, "it answers nobody" if silent else "it is no member now")
                         break
 
     async def _verify(self) -> None:
@@ -254,8 +255,11 @@ class Coordinator:
         """Whether nobody here reaches a node. One that another member reaches may serve on: if not, the stages
         beside its own say so."""
         if node in self._peers.member_ids():
-            return self._peers.silent(node)
+            return self._peers.refuses(node)
         return not self._peers.known_elsewhere(node)
+
+    def _answers_nobody(self, node: str) -> bool:
+        return self._gone(node) or self._peers.silent(node)
 
     def lost(self, node: str, why: str) -> None:
         """A node is no member any more."""
@@ -272,7 +276,7 @@ class Coordinator:
                 if attempt is not None:
                     if attempt.epoch == plan.epoch:
                         attempt.fail(error)
-                elif self._leading() and row.state == "ready" and self._gone(node):
+                elif self._leading() and row.state == "ready" and self._answers_nobody(node):
                     self._broken(row, error, plan.epoch)
 
     def members_changed(self) -> None:

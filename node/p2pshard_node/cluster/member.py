@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from p2pshard.errors import (
 )
 from p2pshard.json_text import parse_json
 from p2pshard.models.layout import needed_tensors
+from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.planning.plan import Epoch, Plan, Stage
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import generate_pb2
@@ -91,6 +92,8 @@ class Member:
         """Bytes of stages whose tensors are on their way, before they have a worker."""
         self._loaded_epochs: dict[str, Epoch] = {}
         """Of which epoch the worker of a deployment is."""
+        self._in_memory: dict[str, tuple[int, Plan, Stage]] = {}
+        """Process id, plan and stage of what a deployment's worker has loaded."""
         self._loads: dict[str, pb.Progress] = {}
         """How far stages are that are on their way into memory, until they are committed or given up."""
         self._unwanted: dict[str, float] = {}
@@ -241,18 +244,22 @@ class Member:
 
         manifest = await self._fetcher.manifest(plan.manifest, holders)
         entries = needed_tensors(manifest, *stage.layers, stage.embedding, stage.head)
-        source = self._source(deployment)
+        source, present = self._source(deployment), self._present(deployment, plan, stage, manifest)
         await in_thread(self._store.recognise, plan.model, plan.manifest)
         try:
             await self._fetcher.ensure(
-                plan.manifest, entries, holders, lambda done, total: tell("fetching", done, total)
+                plan.manifest,
+                [e for e in entries if e.sha256 not in present],
+                holders,
+                lambda done, total: tell("fetching", done, total),
             )
             self._sourced.add(deployment)
-            await in_thread(self._store.write_source, manifest, entries, source)
+            await in_thread(self._write_source, manifest, entries, present, source)
         except BaseException:
             await in_thread(self._store.abandon, {e.sha256 for e in entries})
             raise
         self._loaded_epochs[deployment] = plan.epoch
+        self._in_memory.pop(deployment, None)
         worker, event = await self._supervisor.load(
             deployment,
             plan=plan.to_json(),
@@ -262,12 +269,35 @@ class Member:
             budget_bytes=stage.ranks[0].budget_bytes,
             progress=tell,
         )
+        self._in_memory[deployment] = worker.pid, plan, stage
         try:
             self._ledger.put(agreement.loaded(self._ledger.get(deployment), plan.epoch, time.monotonic()))
         except P2PShardError:
             await self._supervisor.stop(deployment)
             raise
         return self._endpoint(index, worker, event)
+
+    def _present(self, deployment: str, plan: Plan, stage: Stage, manifest: Manifest) -> frozenset[str]:
+        """Tensors (by hash) that the deployment's worker has in memory and will not read again for this stage: they need
+        not be on the disk any more."""
+        pid, before, had = self._in_memory.get(deployment, (0, plan, stage))
+        worker = self._supervisor.worker(deployment)
+        if (
+            worker is None
+            or worker.pid != pid
+            or (before.manifest, before.dtype) != (plan.manifest, plan.dtype)
+        ):
+            return frozenset()
+        ends = (had.embedding, had.head) == (stage.embedding, stage.head)
+        held = needed_tensors(manifest, *had.layers, ends and had.embedding, ends and had.head)
+        return frozenset(e.sha256 for e in held)
+
+    def _write_source(
+        self, manifest: Manifest, entries: Sequence[TensorEntry], present: frozenset[str], path: Path
+    ) -> None:
+        """All that is on the disk, so that it stays there; what is in memory may be missing."""
+        found = [e for e in entries if e.sha256 not in present or self._store.holds(e.sha256)]
+        self._store.write_source(manifest, found, path)
 
     def loads(self) -> list[pb.StageLoad]:
         """How far this node's stages are that are on their way into memory."""

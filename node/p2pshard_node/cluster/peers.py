@@ -126,8 +126,18 @@ class Peers:
         peer = self.state.peers.get(node)
         if peer is None or peer.phase != m.SUSPECT:
             return False
-        quiet = time.monotonic() - max(peer.heard, self.links.last_seen(node, self.id))
-        return quiet >= (REFUSED_S if peer.refused_since is not None else SILENT_S)
+        return self._quiet(peer) >= SILENT_S or self.refuses(node)
+
+    def refuses(self, node: str) -> bool:
+        """Whether nothing listens at a member's address any more, and it has answered nobody since."""
+        peer = self.state.peers.get(node)
+        if peer is None or peer.phase != m.SUSPECT or peer.refused_since is None:
+            return False
+        return self._quiet(peer) >= REFUSED_S
+
+    def _quiet(self, peer: m.Peer) -> float:
+        """Seconds since anybody had an answer from it, as far as is known here."""
+        return time.monotonic() - max(peer.heard, self.links.last_seen(peer.info.id, self.id))
 
     def reachable(self) -> set[str]:
         """Ids of the members that answer, or may just be slow to, this node included."""

@@ -32,6 +32,8 @@ SETTLED_S = 1.0
 """So long a deployment has been ready before anything is done ahead for it."""
 COPY_S = 20.0
 """The same for copies, which take some of the network; and between two looks at who holds what."""
+REST_S = 600.0
+"""After a copy that failed: its disk may be full, or the tensor cache."""
 DUTY = 0.25
 """Most of the time that copies take of the network."""
 
@@ -135,7 +137,12 @@ class Standby:
         }
         held = await self._held(entries)
         members, busy = self._peers.alive(), frozenset(plan.nodes)
-        mine = [e for sha, e in entries.items() if copier(sha, members, held[sha], busy) == self._peers.id]
+        spared = {n for n in members if self._can_do_without(n, plan)}
+        mine = [
+            e
+            for sha, e in entries.items()
+            if copier(sha, members, held[sha], busy) == self._peers.id and spared.issuperset(held[sha])
+        ]
         if not mine:
             return
         _log.info(
@@ -150,10 +157,20 @@ class Standby:
                 await self._fetcher.copy(entry, held[entry.sha256])
             except P2PShardError as error:
                 _log.warning("no second copy of tensor %s: %s", entry.name, error.message)
+                self._copied[plan.manifest] = time.monotonic() + REST_S
                 return
             self.bytes_copied += entry.nbytes
             await asyncio.sleep((time.monotonic() - began) * (1 / DUTY - 1))
         self._copied[plan.manifest] = time.monotonic()
+
+    def _can_do_without(self, node: str, plan: Plan) -> bool:
+        """Whether the members but one could hold the model: else copies of what that one has would be of no use."""
+        needed = sum(r.weight_bytes + r.kv_bytes + r.workspace_bytes for s in plan.stages for r in s.ranks)
+        infos = (self._peers.state.me, *(p.info for p in self._peers.state.members()))
+        room = sum(
+            max(0, d.budget_bytes - d.base_bytes) for i in infos if i.id != node for d in i.devices[:1]
+        )
+        return room >= needed
 
     async def _held(self, entries: Mapping[str, TensorEntry]) -> dict[str, list[str]]:
         """Members that have each tensor on their disk, this node included."""
