@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, from_wire
+from p2pshard.errors import Conflict, DoesNotFit, Internal, NotReady, P2PShardError, from_wire
 from p2pshard.version import __version__
 
 from . import platform
@@ -28,7 +28,7 @@ from .json_files import read_json, write_json
 from .rounds import Rounds
 from .worker.protocol import ControlChannel
 
-__all__ = ["Supervisor", "Worker", "exit_reason"]
+__all__ = ["Supervisor", "Worker", "exit_reason", "same_weights"]
 
 START_S = 90.0
 PROBE_S = 60.0
@@ -52,8 +52,9 @@ _log = logging.getLogger("p2pshard.supervisor")
 Event = dict[str, Any]
 
 
-class _HangsError(TimeoutError):
-    """A worker does not begin with what it is asked for."""
+def same_weights(a: Event, b: Event) -> bool:
+    """Whether two plans, as JSON, are of one model in one dtype: what is in memory for one serves the other."""
+    return all(a.get(what) == b.get(what) for what in ("manifest", "dtype"))
 
 
 def exit_reason(code: int) -> str:
@@ -93,15 +94,15 @@ class Worker:
     answer: asyncio.Future[Event] | None = None
     """Of the probe or load that is under way."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has begun with what it was asked for."""
+    """It has begun with what it was asked for, has answered or is gone."""
     progress: Callable[[str, int, int], None] | None = None
     last_word: float = 0.0
     """When it last said anything; monotonic."""
     stats: Event = field(default_factory=dict)
     """Its latest ``stats`` event."""
     loaded: Event = field(default_factory=dict)
-    holds: tuple[str, str] = ("", "")
-    """Manifest digest and dtype of what it has loaded."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """The plan (JSON) of whose stage number `stage` it has loaded, or is loading."""
     exit: asyncio.Task[int] | None = None
 
     @property
@@ -272,6 +273,7 @@ class Supervisor:
                 if worker.progress is not None:
                     worker.progress(str(event["phase"]), int(event["done"]), int(event["total"]))
             case "probed" | "loaded" | "refused":
+                worker.begun.set()
                 if worker.answer is not None and not worker.answer.done():
                     worker.answer.set_result(event)
                 elif event["ev"] == "refused" and worker.key and not worker.stopping:
@@ -286,6 +288,7 @@ class Supervisor:
 
     def _gone(self, worker: Worker, code: int) -> None:
         self._workers.discard(worker)
+        worker.begun.set()
         worker.channel.close()
         reason = worker.over_budget or worker.stuck or exit_reason(code)
         failure = Internal(f"the worker (pid {worker.pid}) {reason}", code=code)
@@ -398,14 +401,8 @@ class Supervisor:
         worker.begun.clear()
         worker.send(message)
         if begin_s is not None:
-            begun: asyncio.Future[Any] = asyncio.ensure_future(worker.begun.wait())
-            first: set[asyncio.Future[Any]] = {begun, worker.answer}
-            try:
-                began, _ = await asyncio.wait(first, timeout=begin_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                begun.cancel()
-            if not began:
-                raise _HangsError
+            async with asyncio.timeout(begin_s):
+                await worker.begun.wait()
         while True:
             done, _ = await asyncio.wait([worker.answer], timeout=1.0)
             if done:
@@ -455,9 +452,8 @@ class Supervisor:
         in its memory is read. Raises what the worker refused with, `DoesNotFit` when it outgrew its budget, `NotReady` when
         stuck.
         """
-        holds = (str(plan.get("manifest")), str(plan.get("dtype")))
         worker = self.worker(key)
-        if worker is not None and not (worker.loaded and worker.holds == holds):
+        if worker is not None and not (worker.loaded and same_weights(worker.plan, plan)):
             await self.stop(key)
             worker = None
         message = {
@@ -474,11 +470,10 @@ class Supervisor:
         }
 
         def book(worker: Worker) -> None:
-            worker.key, worker.stage, worker.progress, worker.holds = key, stage, progress, holds
+            worker.key, worker.plan, worker.stage, worker.progress = key, plan, stage, progress
             worker.booked_bytes = booked_bytes
-            worker.budget_bytes = max(
-                worker.budget_bytes, budget_bytes
-            )  # its peak may be of the stage before
+            # Its peak may be of the stage before.
+            worker.budget_bytes = max(worker.budget_bytes, budget_bytes)
 
         if worker is not None:
             book(worker)
@@ -486,9 +481,9 @@ class Supervisor:
                 event = await self._load(worker, message, FREE_S)
                 worker.budget_bytes = budget_bytes
                 return worker, event
-            except NotReady:
+            except (NotReady, Conflict, Internal) as error:
                 _log.warning(
-                    "worker pid=%s does not come to its next stage; another one takes it", worker.pid
+                    "worker pid=%s does not take up its next stage, another one does: %s", worker.pid, error
                 )
         async with self._lock:
             worker = await self._take()
@@ -496,14 +491,14 @@ class Supervisor:
         return worker, await self._load(worker, message, None)
 
     async def _load(self, worker: Worker, message: Event, begin_s: float | None) -> Event:
-        """Its ``loaded`` event. A worker that does not come so far is ended."""
+        """Its ``loaded`` event. A worker that does not come so far, or does not begin in time, is ended."""
         try:
             event = await self._ask(worker, message, LOAD_SILENCE_S, begin_s)
-        except _HangsError:
-            platform.kill_hard(worker.pid)
-            await self._end(worker)
-            raise
         except TimeoutError:
+            if begin_s is not None:
+                platform.kill_hard(
+                    worker.pid
+                )  # it hangs at its stage before, and would not hear that it is to stop
             await self._end(worker)
             raise NotReady(
                 f"loading reported nothing for {LOAD_SILENCE_S:.0f} s",
@@ -545,9 +540,8 @@ class Supervisor:
         while True:
             with rounds.one():
                 now = time.monotonic()
-                if (
-                    now - looked > STOPPED_S
-                ):  # this process stood still: who was silent meanwhile nobody knows
+                if now - looked > STOPPED_S:
+                    # This process stood still: who was silent meanwhile nobody knows.
                     for worker in self._workers:
                         worker.last_word = now
                 looked = now

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,18 @@ def take(count):
 if how == "dies at once":
     sys.exit(7)
 say(ev="started", pid=os.getpid(), base_bytes=1000)
+loads = 0
 while True:
     message = msgpack.unpackb(take(struct.unpack(">I", take(4))[0]))
     match message["op"]:
         case "probe":
             say(ev="probed", devices=[{"device": "cpu", "matmul_gflops": 2.5}])
         case "load":
+            loads += 1
+            if loads > 1 and how in ("freezes", "stays"):
+                time.sleep(60) if how == "freezes" else None
+                say(ev="refused", error={"code": "conflict", "message": "it holds another", "details": {}})
+                continue
             say(ev="progress", phase="loading", done=1, total=2)
             if how == "refuses":
                 say(ev="refused", error={"code": "unsupported_model", "message": "GPT-2 is not run here", "details": {}})
@@ -79,12 +86,12 @@ class Rig:
         )
 
     async def load(
-        self, key: str = "d", *, booked: int = 1000, budget: int = 1 << 40
+        self, key: str = "d", *, booked: int = 1000, budget: int = 1 << 40, stage: int = 5, **plan: Any
     ) -> tuple[module.Worker, dict[str, Any]]:
         return await self.supervisor.load(
             key,
-            plan={},
-            stage=5,
+            plan=plan,
+            stage=stage,
             source=Path("/nowhere"),
             booked_bytes=booked,
             budget_bytes=budget,
@@ -204,6 +211,43 @@ async def test_a_load_that_is_cancelled_ends_its_worker(
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not one.supervisor.workers()
+
+
+async def test_a_loaded_worker_takes_the_next_stage_of_its_model(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    first, _ = await one.load(manifest="m", dtype="int8", booked=1000, budget=5000)
+    second, event = await one.load(manifest="m", dtype="int8", stage=7, booked=2000, budget=3000)
+    assert second is first and event["weight_bytes"] == 7 and second.stage == 7
+    assert (second.booked_bytes, second.budget_bytes) == (2000, 3000)
+    third, _ = await one.load(manifest="m", dtype="int4", stage=7)
+    assert third.pid != first.pid and not alive(first.pid), (
+        "other weights: another process, and the memory back"
+    )
+    fourth, _ = await one.load(manifest="n", dtype="int4", stage=7)
+    assert fourth.pid != third.pid and one.events == []
+
+
+@pytest.mark.parametrize("how", ["freezes", "stays"])
+async def test_one_that_does_not_come_to_its_next_stage_is_replaced(
+    rig: Callable[..., Rig], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs in a kernel, say, or will not have another stage."""
+    monkeypatch.setattr(module, "FREE_S", 0.3)
+    one = rig(how)
+    first, _ = await one.load(manifest="m", dtype="int8")
+    began = time.monotonic()
+    second, event = await one.load(manifest="m", dtype="int8", stage=7)
+    assert second.pid != first.pid and not alive(first.pid) and event["weight_bytes"] == 7
+    assert time.monotonic() - began < module.STOP_S and one.events == []
+
+
+async def test_a_loaded_worker_that_is_stopped_is_ended_and_named(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    one.supervisor.start()
+    worker, _ = await one.load()
+    os.kill(worker.pid, signal.SIGSTOP)
+    await come_true(lambda: one.events, 5)
+    assert one.events[0][1]["ev"] == "exit" and "had said nothing for" in one.events[0][1]["reason"]
 
 
 async def test_a_warm_worker_becomes_the_next_load_and_another_is_kept_only_if_it_fits(
