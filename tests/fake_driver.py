@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from p2pshard.models.manifest import Manifest
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.transport.channels import add_raw_methods, bind, make_server
 from p2pshard.transport.generated import control_pb2, generate_pb2
-from p2pshard.transport.grpc_errors import abort
+from p2pshard.transport.grpc_errors import abort, error_to_proto
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -107,13 +106,6 @@ def spells(text: str, then: int = EOS) -> NextToken:
     """The bytes of `text`, then `then` for ever."""
     data = text.encode()
     return lambda _prompt, index: data[index] if index < len(data) else then
-
-
-def error_to_proto(error: P2PShardError) -> generate_pb2.Error:
-    wire = error.to_wire()
-    return generate_pb2.Error(
-        code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
-    )
 
 
 class FakeDriver:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from p2pshard.addresses import host_port
 from p2pshard.config import DaemonConfig, load_config, parse_address
 from p2pshard.credentials import Credentials
 from p2pshard.discovery import PROTOCOL, Announcement, Discovery
@@ -238,8 +239,7 @@ class Daemon:
         await asyncio.sleep(LONELY_S)
         if len(self.cluster.members()) > 1:
             return
-        host = self.hosts()[0]
-        where = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        where = host_port(self.hosts()[0], self.port)
         seen = self.cluster.not_joined()
         why = (
             "; ".join(f"{r['address']}: {r['reason']}" for r in seen[:3])

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
+from p2pshard.addresses import host_port
 from p2pshard.client.options import (
     GenerateOptions,
     Message,
@@ -448,7 +449,4 @@ async def find_nodes(cluster: str, timeout_s: float = _BROWSE_S) -> list[tuple[s
     from p2pshard import discovery
 
     found = await discovery.browse(timeout_s, cluster=cluster, enough=1)
-    return [
-        tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in a.addresses)
-        for a in found
-    ]
+    return [tuple(host_port(host, port) for host, port in a.addresses) for a in found]

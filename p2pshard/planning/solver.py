@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from p2pshard.errors import Internal, InvalidRequest
 from p2pshard.planning.memory import (
@@ -35,6 +35,7 @@ __all__ = [
     "least_context",
     "make_plan",
     "problem_of",
+    "roomiest",
 ]
 
 LEAST_CONTEXT = 8192
@@ -207,14 +208,22 @@ def fit(cluster: Cluster, model: ModelProfile, settings: Settings) -> Fit | None
     count = next((n for n in counts if find_order(smallest, n)), None)  # larger steps only need more
     if count is None:
         return None
+
+    def at(chunk: int, context: int) -> Fit | None:
+        order = find_order(problem_of(cluster, model, context, concurrency, chunk), count)
+        return Fit(order, context, concurrency, chunk) if order else None
+
+    return roomiest(at, least, least if settings.context is not None else model.max_context)
+
+
+def roomiest(fit_at: Callable[[int, int], Fit | None], least: int, most: int) -> Fit | None:
+    """The largest steps that fit with a context of ``least`` and, with them, the largest context up to ``most``.
+
+    ``fit_at(chunk_tokens, context)`` says whether so much fits.
+    """
     for chunk in CHUNK_TOKENS:
-
-        def at(context: int, chunk: int = chunk) -> Fit | None:
-            order = find_order(problem_of(cluster, model, context, concurrency, chunk), count)
-            return Fit(order, context, concurrency, chunk) if order else None
-
-        if found := at(least):
-            return found if settings.context is not None else _largest_context(at, found, model.max_context)
+        if found := fit_at(chunk, least):
+            return _largest_context(partial(fit_at, chunk), found, most) if most > least else found
     return None
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from p2pshard.planning.memory import BLOCK_SIZE, CHUNK_TOKENS
 from p2pshard.planning.ordering import Problem, balance
 from p2pshard.planning.plan import Plan
 from p2pshard.planning.profiles import ModelProfile
 from p2pshard.planning.settings import Settings
-from p2pshard.planning.solver import Cluster, Fit, least_context, problem_of
+from p2pshard.planning.solver import Cluster, Fit, least_context, problem_of, roomiest
 
 __all__ = ["succeed"]
 
@@ -83,24 +82,15 @@ def _among_survivors(
     if not order or not _ring(cluster, order):
         return None
 
-    def at(context: int, chunk: int) -> Fit | None:
+    def at(chunk: int, context: int) -> Fit | None:
         option = replace(sizes, order=order, context=context, chunk_tokens=chunk)
         ends = balance(_problem(cluster, model, option), order)
         return replace(option, ends=ends) if ends is not None else None
 
-    if (found := at(sizes.context, sizes.chunk_tokens)) is not None:
+    if (found := at(sizes.chunk_tokens, sizes.context)) is not None:
         return found
     least = least_context(model, settings)
-    for chunk in CHUNK_TOKENS:
-        if (found := at(least, chunk)) is None:
-            continue
-        low, high = least // BLOCK_SIZE, -(-sizes.context // BLOCK_SIZE)  # low fits, high does not
-        while settings.context is None and high - low > 1:
-            middle = (low + high) // 2
-            option = at(middle * BLOCK_SIZE, chunk)
-            low, high, found = (middle, high, option) if option is not None else (low, middle, found)
-        return found
-    return None
+    return roomiest(at, least, least if settings.context is not None else sizes.context)
 
 
 def _ring(cluster: Cluster, order: Sequence[int]) -> bool:

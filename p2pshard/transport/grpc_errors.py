@@ -1,4 +1,5 @@
-"""Our errors at the edge of a gRPC service: `abort` sends one, `from_rpc_error` gives it back to a client."""
+"""Our errors on a wire: `abort` ends a call with one, `from_rpc_error` gives it back to the caller; `error_to_proto` and
+`error_from_proto` for those that travel in messages."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from p2pshard.errors import P2PShardError, ProtocolError
+from p2pshard.errors import P2PShardError, ProtocolError, from_wire
+from p2pshard.json_text import parse_json
 from p2pshard.transport.channels import abort_with, error_of
+from p2pshard.transport.generated import generate_pb2
 
-__all__ = ["abort", "fitted", "from_rpc_error"]
+__all__ = ["abort", "error_from_proto", "error_to_proto", "fitted", "from_rpc_error"]
 
 _DETAIL_BYTES = 4 << 10
 """What details may take of gRPC's 8 KiB of metadata."""
@@ -34,6 +37,23 @@ def fitted(error: P2PShardError, limit: int = _DETAIL_BYTES) -> P2PShardError:
     smaller = type(error)(error.message)
     smaller.details = {**details, "left_out": left_out}
     return smaller
+
+
+def error_to_proto(error: P2PShardError) -> generate_pb2.Error:
+    """The error as a field of a message."""
+    wire = error.to_wire()
+    return generate_pb2.Error(
+        code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
+    )
+
+
+def error_from_proto(message: generate_pb2.Error) -> P2PShardError:
+    """The error that another node put into a message."""
+    try:
+        details = parse_json(message.details_json or "{}")
+    except (ValueError, RecursionError):
+        details = {}  # the error itself is worth more than its details
+    return from_wire({"code": message.code, "message": message.message, "details": details})
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: P2PShardError) -> NoReturn:

@@ -80,6 +80,10 @@ class Town:
             return self.coordinator()
         return self.holders()[{"first": 0, "middle": 1, "last": 2}[role]]
 
+    def besides(self, *victims: Node) -> Node:
+        """A node that goes on when those are lost."""
+        return next(n for n in self.up() if n not in victims)
+
     def restore(self) -> None:
         """Every node up and a member, the deployment ready."""
         for node in self.cluster.nodes:
@@ -181,7 +185,7 @@ def test_a_killed_node_costs_time_and_no_token(role: str, town: Town, expected: 
     victim, spare = town.who(role), town.spare()
     before = town.row()
     place = town.holders().index(victim) if victim in town.holders() else None
-    gateway = next(n for n in town.up() if n is not victim)
+    gateway = town.besides(victim)
     asking = Asking([gateway])
     asking.given(20)
     victim.kill()
@@ -215,7 +219,7 @@ def test_a_stopped_node_is_replaced_and_is_harmless_when_it_goes_on(
     victim = town.who(role)
     assert victim.process is not None
     everything = [victim.process.pid, *agreement_watch.workers(victim.process.pid)]
-    gateway = next(n for n in town.up() if n is not victim)
+    gateway = town.besides(victim)
     asking = Asking([gateway])
     asking.given(20)
     for pid in everything:
@@ -258,7 +262,7 @@ def test_two_losses_one_during_the_recovery_from_the_other(town: Town, expected:
     """Two are left, and no plan of three stages can be: the answers wait until one is back."""
     town.restore()
     first, last = town.who("first"), town.who("last")
-    gateway = next(n for n in town.up() if n not in (first, last))
+    gateway = town.besides(first, last)
     asking = Asking([gateway], deadline_s=120)
     asking.given(20)
     first.kill()
@@ -277,7 +281,7 @@ def test_two_losses_one_during_the_recovery_from_the_other(town: Town, expected:
 def test_what_cannot_come_back_ends_with_the_reason_at_its_deadline(town: Town) -> None:
     town.restore()
     first, last = town.who("first"), town.who("last")
-    gateway = next(n for n in town.up() if n not in (first, last))
+    gateway = town.besides(first, last)
     asking = Asking([gateway], deadline_s=15)
     asking.given(5)
     first.kill()
@@ -293,7 +297,7 @@ def test_what_cannot_come_back_ends_with_the_reason_at_its_deadline(town: Town) 
 def test_a_cancel_while_it_recovers_leaves_nothing(town: Town, expected: list[Any]) -> None:
     town.restore()
     victim = town.who("middle")
-    gateway = next(n for n in town.up() if n is not victim)
+    gateway = town.besides(victim)
     asking = Asking([gateway])
     asking.given(20)
     victim.kill()

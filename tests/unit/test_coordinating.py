@@ -16,7 +16,7 @@ from p2pshard_node.cluster import planner as planning
 from p2pshard_node.cluster.cluster import _refusal, _superseded
 from p2pshard_node.cluster.coordinator import Attempt, Coordinator
 from p2pshard_node.cluster.links import Links
-from p2pshard_node.cluster.member import Member, error_to_proto
+from p2pshard_node.cluster.member import Member
 from p2pshard_node.cluster.planner import Patience, Planner
 from p2pshard_node.cluster.state import Deployments, deployment_id
 
@@ -27,6 +27,7 @@ from p2pshard.planning.profiles import NodeBudget
 from p2pshard.planning.settings import Settings
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import plan_pb2
+from p2pshard.transport.grpc_errors import error_to_proto
 from tests.waiting import come_true
 
 ME = "a"

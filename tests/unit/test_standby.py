@@ -171,7 +171,7 @@ async def test_nothing_is_copied_that_nobody_could_use() -> None:
 async def test_a_full_disk_is_left_alone_for_a_while() -> None:
     rig = Rig({"a": 70, "b": 60, "c": 80})
     rig.full = True
-    await rig.look_until(lambda: rig.standby._copied.get(MANIFEST.digest, 0) > time.monotonic() + 100)
+    await rig.look_until(lambda: rig.standby._due.get(MANIFEST.digest, 0) > time.monotonic() + 100)
     await rig.standby.close()
 
 

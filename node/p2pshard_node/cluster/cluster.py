@@ -26,6 +26,7 @@ from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
 from p2pshard.transport.generated import plan_pb2
+from p2pshard.transport.grpc_errors import error_from_proto, error_to_proto
 
 from ..identity import Identity
 from ..rounds import Rounds
@@ -36,7 +37,7 @@ from . import leader
 from .agreement import Ledger
 from .coordinator import Coordinator
 from .fetch import Fetcher
-from .member import Member, error_to_proto, proto_to_error
+from .member import Member
 from .membership import MEMBER, not_joined, text
 from .peers import RELAYED_KEY, Peers
 from .planner import Planner
@@ -620,7 +621,7 @@ class Cluster:
             lambda stub: stub.Want(request, timeout=WANT_S, metadata=self.peers.metadata),
         )
         if reply.HasField("error"):
-            raise proto_to_error(reply.error)
+            raise error_from_proto(reply.error)
         self.table.merge([reply.deployment])
         row: pb.Deployment = reply.deployment
         return row
@@ -708,5 +709,5 @@ def _superseded(row: pb.Deployment | None) -> plan_pb2.Epoch | None:
 
 def _refusal(row: pb.Deployment) -> P2PShardError:
     if row.HasField("error"):
-        return proto_to_error(row.error)
+        return error_from_proto(row.error)
     return NotReady(f"{row.model} is {row.state}: {row.reason}", state=row.state, reason=row.reason)

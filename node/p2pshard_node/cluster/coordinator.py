@@ -32,12 +32,12 @@ from p2pshard.errors import (
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
-from p2pshard.transport.grpc_errors import fitted
+from p2pshard.transport.grpc_errors import error_from_proto, error_to_proto, fitted
 
 from ..rounds import Rounds
 from ..tasks import failure_of
 from . import agreement
-from .member import Member, error_to_proto, lost_stage, proto_to_error
+from .member import Member, lost_stage
 from .peers import Peers
 from .proposal import Proposal
 from .state import Deployments
@@ -180,10 +180,9 @@ class Coordinator:
             elif row.state == "ready" and row.HasField("plan"):
                 plan = Plan.from_proto(row.plan)
                 for node in plan.nodes:
-                    # What hangs of the other stages the driver sees, which knows how long a step takes.
-                    silent = node == plan.stages[0].node and self._peers.silent(node)
-                    if silent or self._gone(node):
-                        self.lost(node, "it answers nobody" if silent else "it is no member now")
+                    if self._serves_no_more(plan, node):
+                        member = node in self._peers.member_ids()
+                        self.lost(node, "it answers nobody" if member else "it is no member now")
                         break
 
     async def _verify(self) -> None:
@@ -243,13 +242,13 @@ class Coordinator:
                     attempt.ready.set_result(event)
             elif event.kind == "not_ready":
                 # The driver keeps trying; people see what it waits for.
-                self._set(event.deployment, "loading", proto_to_error(event.error).message)
+                self._set(event.deployment, "loading", error_from_proto(event.error).message)
             elif event.kind == "lost":
-                attempt.fail(proto_to_error(event.error))
+                attempt.fail(error_from_proto(event.error))
             return
         current = Epoch.from_proto(row.plan.epoch)
         if row.wanted and row.state == "ready" and epoch == current and event.kind in ("lost", "not_ready"):
-            self._broken(row, proto_to_error(event.error), epoch)
+            self._broken(row, error_from_proto(event.error), epoch)
 
     def _gone(self, node: str) -> bool:
         """Whether nobody here reaches a node. One that another member reaches may serve on: if not, the stages
@@ -258,8 +257,10 @@ class Coordinator:
             return self._peers.refuses(node)
         return not self._peers.known_elsewhere(node)
 
-    def _answers_nobody(self, node: str) -> bool:
-        return self._gone(node) or self._peers.silent(node)
+    def _serves_no_more(self, plan: Plan, node: str) -> bool:
+        """Whether a node's stage is to be given to another. What hangs of the stages beside the first one the driver sees,
+        which knows how long a step takes."""
+        return self._gone(node) or (node == plan.stages[0].node and self._peers.silent(node))
 
     def lost(self, node: str, why: str) -> None:
         """A node is no member any more."""
@@ -276,7 +277,7 @@ class Coordinator:
                 if attempt is not None:
                     if attempt.epoch == plan.epoch:
                         attempt.fail(error)
-                elif self._leading() and row.state == "ready" and self._answers_nobody(node):
+                elif self._leading() and row.state == "ready" and self._serves_no_more(plan, node):
                     self._broken(row, error, plan.epoch)
 
     def members_changed(self) -> None:
@@ -456,7 +457,7 @@ class Coordinator:
             async for message in self._prepare_one(node, request):
                 kind = message.WhichOneof("event")
                 if kind == "refused":
-                    raise _at(self._name(node), proto_to_error(message.refused))
+                    raise _at(self._name(node), error_from_proto(message.refused))
                 if kind == "prepared":
                     endpoints[node] = message.prepared
                     proposal.on_prepared(node)
@@ -511,7 +512,7 @@ class Coordinator:
                 except grpc.aio.AioRpcError as error:
                     raise _at(self._name(node), error_of(error)) from error
             if not reply.accepted:
-                raise _at(self._name(node), proto_to_error(reply.error))
+                raise _at(self._name(node), error_from_proto(reply.error))
             proposal.on_committed(node)
 
         await self._all({n: one(n) for n in proposal.outbox()}, proposal, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -20,40 +19,24 @@ from p2pshard.errors import (
     StageLost,
     from_wire,
 )
-from p2pshard.json_text import parse_json
 from p2pshard.models.layout import needed_tensors
 from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.planning.plan import Epoch, Plan, Stage
 from p2pshard.transport.generated import control_pb2 as pb
-from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.grpc_errors import error_to_proto
 
-from ..supervisor import Supervisor, Worker
+from ..supervisor import Supervisor, Worker, same_weights
 from ..threads import in_thread
 from . import agreement
 from .checks import word
 from .fetch import Fetcher
 from .peers import Peers
 
-__all__ = ["Member", "error_to_proto", "proto_to_error"]
+__all__ = ["Member", "lost_stage"]
 
 PROGRESS_QUEUE = 64
 
 _log = logging.getLogger("p2pshard.member")
-
-
-def error_to_proto(error: P2PShardError) -> generate_pb2.Error:
-    wire = error.to_wire()
-    return generate_pb2.Error(
-        code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
-    )
-
-
-def proto_to_error(message: generate_pb2.Error) -> P2PShardError:
-    try:
-        details = parse_json(message.details_json or "{}")
-    except (ValueError, RecursionError):
-        details = {}  # the error itself is worth more than its details
-    return from_wire({"code": message.code, "message": message.message, "details": details})
 
 
 def lost_stage(name: str, node: str, stage: Stage, why: str) -> StageLost:
@@ -92,8 +75,6 @@ class Member:
         """Bytes of stages whose tensors are on their way, before they have a worker."""
         self._loaded_epochs: dict[str, Epoch] = {}
         """Of which epoch the worker of a deployment is."""
-        self._in_memory: dict[str, tuple[int, Plan, Stage]] = {}
-        """Process id, plan and stage of what a deployment's worker has loaded."""
         self._loads: dict[str, pb.Progress] = {}
         """How far stages are that are on their way into memory, until they are committed or given up."""
         self._unwanted: dict[str, float] = {}
@@ -259,7 +240,6 @@ class Member:
             await in_thread(self._store.abandon, {e.sha256 for e in entries})
             raise
         self._loaded_epochs[deployment] = plan.epoch
-        self._in_memory.pop(deployment, None)
         worker, event = await self._supervisor.load(
             deployment,
             plan=plan.to_json(),
@@ -269,7 +249,6 @@ class Member:
             budget_bytes=stage.ranks[0].budget_bytes,
             progress=tell,
         )
-        self._in_memory[deployment] = worker.pid, plan, stage
         try:
             self._ledger.put(agreement.loaded(self._ledger.get(deployment), plan.epoch, time.monotonic()))
         except P2PShardError:
@@ -280,14 +259,10 @@ class Member:
     def _present(self, deployment: str, plan: Plan, stage: Stage, manifest: Manifest) -> frozenset[str]:
         """Tensors (by hash) that the deployment's worker has in memory and will not read again for this stage: they need
         not be on the disk any more."""
-        pid, before, had = self._in_memory.get(deployment, (0, plan, stage))
         worker = self._supervisor.worker(deployment)
-        if (
-            worker is None
-            or worker.pid != pid
-            or (before.manifest, before.dtype) != (plan.manifest, plan.dtype)
-        ):
+        if worker is None or not worker.loaded or not same_weights(worker.plan, plan.to_json()):
             return frozenset()
+        had = Plan.from_json(worker.plan).stages[worker.stage]
         ends = (had.embedding, had.head) == (stage.embedding, stage.head)
         held = needed_tensors(manifest, *had.layers, ends and had.embedding, ends and had.head)
         return frozenset(e.sha256 for e in held)

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from p2pshard.errors import P2PShardError
@@ -84,8 +84,8 @@ class Standby:
         self._since: dict[str, tuple[Epoch, float]] = {}
         self._prepared: set[tuple[str, str]] = set()
         """Manifests and dtypes for which this node has done all but copies."""
-        self._copied: dict[str, float] = {}
-        """When it was last seen to that every tensor of a manifest has two holders; monotonic."""
+        self._due: dict[str, float] = {}
+        """When it is next to be seen to that every tensor of a manifest has two holders; monotonic."""
         self._task: asyncio.Task[None] | None = None
         self.bytes_copied = 0
 
@@ -99,26 +99,27 @@ class Standby:
         if not row.wanted or row.state != "ready" or not row.plan.replicas:
             self._since.pop(row.id, None)
             return
-        now, plan = time.monotonic(), Plan.from_proto(row.plan)
-        epoch, since = self._since.get(row.id, (plan.epoch, now))
-        if epoch != plan.epoch:
+        now, current = time.monotonic(), Epoch.from_proto(row.plan.epoch)
+        epoch, since = self._since.get(row.id, (current, now))
+        if epoch != current:
             since = now
-        self._since[row.id] = plan.epoch, since
+        self._since[row.id] = current, since
         if self._task is not None and not self._task.done():
             return
-        work = None
-        if (plan.manifest, plan.dtype) not in self._prepared and now - since >= SETTLED_S:
-            work = self._prepare(plan)
+        if (row.plan.manifest, row.plan.dtype) not in self._prepared:
+            if now - since >= SETTLED_S:
+                self._begin(self._prepare(Plan.from_proto(row.plan)))
         elif (
             self._copies
             and now - since >= COPY_S
-            and now - self._copied.get(plan.manifest, -COPY_S) >= COPY_S
+            and now >= self._due.get(row.plan.manifest, 0.0)
             and len(self._peers.alive()) > 1
         ):
-            work = self._copy(plan)
-        if work is not None:
-            self._task = asyncio.create_task(work, name=f"standby for {row.model}")
-            self._task.add_done_callback(lambda t: failure_of(t, _log, "nothing was done ahead"))
+            self._begin(self._copy(Plan.from_proto(row.plan)))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.create_task(work, name="standby")
+        self._task.add_done_callback(lambda t: failure_of(t, _log, "nothing was done ahead"))
 
     async def _prepare(self, plan: Plan) -> None:
         self._prepared.add((plan.manifest, plan.dtype))
@@ -130,7 +131,7 @@ class Standby:
 
     async def _copy(self, plan: Plan) -> None:
         """Fetch what this node is to keep a copy of."""
-        self._copied[plan.manifest] = time.monotonic()
+        self._due[plan.manifest] = time.monotonic() + COPY_S
         manifest = await self._fetcher.manifest(plan.manifest, self._holders(plan.manifest))
         entries = {
             e.sha256: e for s in plan.stages for e in needed_tensors(manifest, *s.layers, s.embedding, s.head)
@@ -157,11 +158,11 @@ class Standby:
                 await self._fetcher.copy(entry, held[entry.sha256])
             except P2PShardError as error:
                 _log.warning("no second copy of tensor %s: %s", entry.name, error.message)
-                self._copied[plan.manifest] = time.monotonic() + REST_S
+                self._due[plan.manifest] = time.monotonic() + REST_S
                 return
             self.bytes_copied += entry.nbytes
             await asyncio.sleep((time.monotonic() - began) * (1 / DUTY - 1))
-        self._copied[plan.manifest] = time.monotonic()
+        self._due[plan.manifest] = time.monotonic() + COPY_S
 
     def _can_do_without(self, node: str, plan: Plan) -> bool:
         """Whether the members but one could hold the model: else copies of what that one has would be of no use."""

@@ -12,27 +12,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from p2pshard.errors import Conflict, Internal, P2PShardError, ProtocolError, StageLost, from_wire
-from p2pshard.json_text import parse_json
+from p2pshard.errors import Conflict, Internal, P2PShardError, ProtocolError, StageLost
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.channels import EOF, raw_stream
 from p2pshard.transport.generated import generate_pb2
 from p2pshard.transport.grpc_errors import from_rpc_error
 
-__all__ = ["DriverLink", "error_from_proto"]
+__all__ = ["DriverLink"]
 
 METHOD = "/p2pshard.v1.Data/Driver"
 _OPEN_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
-
-
-def error_from_proto(message: generate_pb2.Error) -> P2PShardError:
-    """The error that a driver sent."""
-    try:
-        details = parse_json(message.details_json) if message.details_json else {}
-    except ValueError:
-        details = {}
-    return from_wire({"code": message.code, "message": message.message, "details": details})
 
 
 class DriverLink:

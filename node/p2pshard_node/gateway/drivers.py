@@ -24,8 +24,9 @@ from p2pshard.errors import (
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.channels import make_channel
 from p2pshard.transport.generated import control_pb2, generate_pb2
+from p2pshard.transport.grpc_errors import error_from_proto
 
-from .driver_link import DriverLink, error_from_proto
+from .driver_link import DriverLink
 from .view import DeploymentView
 
 __all__ = ["PASSING", "Drivers", "Joined"]

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from p2pshard.addresses import host_port
 from p2pshard.credentials import Credentials
 from p2pshard.errors import (
     Cancelled,
@@ -35,10 +36,11 @@ from p2pshard.errors import (
 from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
 from p2pshard.speculation import check_draft
-from p2pshard.transport.generated import control_pb2, generate_pb2
+from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.grpc_errors import error_from_proto
 
 from ..rounds import Rounds
-from .driver_link import DriverLink, error_from_proto
+from .driver_link import DriverLink
 from .drivers import PASSING, Drivers, Joined
 from .requests import Outcome, RequestTable
 from .running import Running
@@ -240,7 +242,6 @@ class Gateway:
             joined = await self._rejoin(running)
         running.submit = generate_pb2.Submit(
             request=running.id,
-            attempt=running.log.attempt,
             prompt_ids=prompt_ids,
             sampling=sampling.to_proto(),
             max_tokens=running.log.max_tokens,
@@ -258,7 +259,8 @@ class Gateway:
         """Where a client can go on when this node is gone: an address of each of some other members."""
         others = [n for n in self._view.members() if n.id != self.node_id and n.addresses]
         random.shuffle(others)
-        return [_text(n.addresses[0]) for n in others[:_OTHER_GATEWAYS]]
+        addresses = (n.addresses[0] for n in others[:_OTHER_GATEWAYS])
+        return [host_port(a.host, a.port) for a in addresses]
 
     def _submit(self, running: Running, joined: Joined) -> None:
         """Hand the request, with what has been given of it, to a driver."""
@@ -493,10 +495,6 @@ def _checked_ids(ids: Sequence[int], field: str, model: str, text: TextModel, pl
             f"{field} has {max(ids)}; the vocabulary of {model} ends at {text.vocab_size - 1}", field=field
         )
     return list(ids)
-
-
-def _text(address: control_pb2.Address) -> str:
-    return f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
 
 
 def _check(request: generate_pb2.GenerateRequest) -> None:

@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from p2pshard.errors import Conflict, NodeUnreachable, NotReady, Overloaded, P2PShardError, StageLost
+from p2pshard.errors import Overloaded, P2PShardError
 from p2pshard.transport.generated import control_pb2, generate_pb2
 
 from .driver_link import DriverLink
+from .drivers import PASSING
 from .requests import Outcome, RequestLog
 from .stop import StopMatcher
 from .tokenizer import TextModel
@@ -18,8 +19,6 @@ __all__ = ["Running"]
 
 MAX_FUTILE = 3
 """Drivers that may be lost one after the other while they worked on a request and before they gave a token of it."""
-PASSING_ON = (StageLost, NotReady, NodeUnreachable, Conflict, Overloaded)
-"""What another driver, or the same one a moment later, may not answer again."""
 
 
 class Running:
@@ -91,7 +90,7 @@ class Running:
         Not when the error is the request's own, and not when several drivers one after the other have begun on it and were
         lost before they gave a token: it may be what they were lost by.
         """
-        if self.submit is None or not isinstance(error, PASSING_ON):
+        if self.submit is None or not isinstance(error, (*PASSING, Overloaded)):
             return False
         if isinstance(error, Overloaded) and self.log.attempt == 1:
             return False  # nothing has been promised yet
@@ -103,7 +102,10 @@ class Running:
 
     def lost(self, error: P2PShardError) -> None:
         """Its driver is gone; it waits for the next one."""
-        self._futile = self._futile + 1 if self._in_vain else self._futile if self.state == "queued" else 0
+        if self._in_vain:
+            self._futile += 1
+        elif self.state == "running":
+            self._futile = 0
         self.link, self.state, self.trouble = None, "waiting", error
 
     def time_left(self) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from p2pshard.speculation import check_draft
 from p2pshard.transport.channels import EOF, abort_with
 from p2pshard.transport.frames import Admitted, Deltas, Frame, RowHeader, SampledToken
 from p2pshard.transport.generated import generate_pb2
+from p2pshard.transport.grpc_errors import error_to_proto
 from p2pshard_node.scheduling.prefix import root_key
 from p2pshard_node.scheduling.scheduler import Scheduler
 from p2pshard_node.scheduling.step import Request, Step, StepRow
@@ -255,11 +255,7 @@ class Driver:
 
     @staticmethod
     def _refuse(gateway: _Gateway, request: str, attempt: int, error: P2PShardError) -> None:
-        wire = error.to_wire()
-        message = generate_pb2.Error(
-            code=wire["code"], message=wire["message"], details_json=json.dumps(wire["details"])
-        )
-        gateway.outbox.failed(request, attempt, message)
+        gateway.outbox.failed(request, attempt, error_to_proto(error))
 
     def break_off(self, error: P2PShardError) -> None:
         """The epoch is over: every request hears `error`, and later ones too."""

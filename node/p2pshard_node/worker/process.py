@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from p2pshard.addresses import host_port
 from p2pshard.credentials import Credentials
 from p2pshard.errors import Conflict, Internal, ModelCorrupt, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Plan
@@ -68,15 +69,13 @@ class _Loaded:
 
     def is_same(self, plan: Plan, index: int) -> bool:
         """Whether that stage is this one, in memory as it is."""
-        ours, theirs = self.plan.stages[self.index], plan.stages[index]
-        return (ours.layers, ours.embedding, ours.head) == (
-            theirs.layers,
-            theirs.embedding,
-            theirs.head,
-        ) and all(
-            getattr(self.plan, size) == getattr(plan, size)
-            for size in ("blocks", "block_size", "chunk_tokens")
-        )
+        return _extent(self.plan, self.index) == _extent(plan, index)
+
+
+def _extent(plan: Plan, index: int) -> tuple[Any, ...]:
+    """All that a stage in memory is made for."""
+    stage = plan.stages[index]
+    return stage.layers, stage.embedding, stage.head, plan.blocks, plan.block_size, plan.chunk_tokens
 
 
 class WorkerProcess:
@@ -296,7 +295,7 @@ def _target(address: Any) -> str | None:
     if address is None:
         return None
     host, port = address
-    return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
+    return host_port(host, int(port))
 
 
 def _available_threads() -> int:

@@ -668,7 +668,7 @@ class Deployment(_message.Message):
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]: ...
     @_builtins.property
     def error(self) -> _generate_pb2.Error:
-        """why it was refused, typed"""
+        """why it was refused, or is broken, typed"""
 
     @_builtins.property
     def superseded(self) -> _plan_pb2.Epoch:

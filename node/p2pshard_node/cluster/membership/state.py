@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from p2pshard.addresses import host_port
 from p2pshard.transport.generated import control_pb2 as pb
 
 __all__ = [
@@ -111,8 +112,7 @@ class State:
 
 def text(address: Addr) -> str:
     """``host:port``, an IPv6 host in brackets."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(*address)
 
 
 def where(info: pb.NodeInfo, fallback: Addr | None = None) -> Addr:
