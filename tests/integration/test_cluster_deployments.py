@@ -75,7 +75,8 @@ def test_a_coordinator_killed_while_its_plan_loads_is_succeeded_and_one_plan_ser
     plans = [deployment(cluster, n)["plan"] for n in rest]
     assert plans[0]["epoch"] == plans[1]["epoch"]
     nodes = {r["node"] for s in plans[0]["replicas"][0]["stages"] for r in s["ranks"]}
-    assert nodes == {n["id"] for n in cluster.status(rest[0])["nodes"]}
+    # The leader may still be listed, as suspected: what it had is given away before it is evicted.
+    assert nodes == {n["id"] for n in cluster.status(rest[0])["nodes"] if n["name"] != leader.name}
     with Client([rest[1].address]) as client:
         assert (
             client.generate("tiny", "hello", max_tokens=4, temperature=0, ignore_eos=True).completion_tokens
