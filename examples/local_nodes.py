@@ -167,7 +167,7 @@ class LocalNodes:
         self._note()
         for node in self.nodes:
             if node.process.poll() is None:
-                node.process.terminate()
+                node.process.send_signal(signal.SIGINT)  # all go: nothing is handed over
         deadline = time.monotonic() + _STOP_S
         for node in self.nodes:
             try:

@@ -271,6 +271,8 @@ class NodeStatus:
     incarnation: int
     bytes_received: int
     """Tensor bytes fetched from other nodes."""
+    state: str = "member"
+    """``member``, ``paused``, ``leaving`` or ``suspected``."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> NodeStatus:
@@ -286,6 +288,7 @@ class NodeStatus:
                 device=str(value.get("device") or ""),
                 incarnation=int(value.get("incarnation") or 0),
                 bytes_received=int(value.get("bytes_received") or 0),
+                state=str(value.get("state") or "member"),
             ),
         )
 

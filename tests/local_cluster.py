@@ -147,7 +147,7 @@ class LocalCluster:
         for node in self.nodes:
             if node.process and node.process.poll() is None:
                 node.process.send_signal(signal.SIGCONT)
-                node.process.terminate()
+                node.process.send_signal(signal.SIGINT)
         for node in self.nodes:
             if node.process:
                 try:

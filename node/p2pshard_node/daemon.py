@@ -42,6 +42,10 @@ STOP_S = 8.0
 """For each part. One that hangs keeps neither the workers nor the ports."""
 _FILES, _FEWEST_FILES = 1 << 16, 256
 """Open files of this process: those asked for, and those it does not start without."""
+LEAVE_S = 60.0
+"""For the others to take this node's layers over."""
+DRAIN_S = 20.0
+"""For requests that came in at a node that leaves: clients that can go on at another node do so afterwards."""
 INTERFACES_S = 2.0
 """How long a list of this machine's addresses is good."""
 
@@ -56,6 +60,8 @@ class Daemon:
         self._credentials = credentials
         self.stopping = asyncio.Event()
         """Set when somebody asked this daemon to stop."""
+        self.leaving = asyncio.Event()
+        """Set when somebody asked it to hand its layers over and stop then."""
         self._undo: list[tuple[str, Callable[[], Any]]] = []
         self.port = self.api_port = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -114,7 +120,9 @@ class Daemon:
             limits=Limits(recover_s=config.recover_wait),
         )
         rpc.add_ClusterServicer_to_server(self.cluster.service, server)
-        rpc.add_NodeServicer_to_server(NodeService(self.cluster, self.gateway, self.stopping.set), server)
+        rpc.add_NodeServicer_to_server(
+            NodeService(self.cluster, self.gateway, self.stopping.set, self.leaving.set), server
+        )
         self._undo.append(("workers", self.supervisor.close))
         self._undo.append(("control port", lambda: server.stop(GRACE_S)))
         await server.start()
@@ -164,6 +172,29 @@ class Daemon:
             except (P2PShardError, OSError, RuntimeError, grpc.RpcError) as error:
                 _log.error("stopping the %s failed: %r", what, error)
 
+    async def leave(self) -> None:
+        """Hand this node's layers to the others and let the requests that came in here end, as far as that can be. A daemon
+        that is asked to stop meanwhile stops."""
+        work = asyncio.create_task(self._leave(), name="leave")
+        stop = asyncio.create_task(self.stopping.wait(), name="stop")
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, stop):
+            task.cancel()
+        await asyncio.gather(work, stop, return_exceptions=True)
+
+    async def _leave(self) -> None:
+        if len(self.cluster.members()) == 1:
+            return
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.cluster.duty.rest(pb.DUTY_LEAVING)
+        except TimeoutError:
+            _log.warning("its layers were not taken over within %.0f s; it leaves without that", LEAVE_S)
+        except P2PShardError as error:
+            _log.warning("nobody takes its layers over, it leaves without that: %s", error.message)
+            return
+        await self.gateway.drain(DRAIN_S)
+
     async def _end_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -202,6 +233,7 @@ class Daemon:
             bytes_received=cluster.fetcher.bytes_received if cluster else 0,
             workers=self.devices.counts(),
             loads=cluster.member.loads() if cluster else (),
+            duty=cluster.duty.value if cluster else pb.DUTY_SERVING,
         )
 
     def _join(self) -> None:
@@ -298,14 +330,24 @@ def _check_file_limit() -> None:
 async def _serve(config: DaemonConfig) -> int:
     daemon = Daemon(config)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+
+    def terminate() -> None:
+        (daemon.stopping if daemon.leaving.is_set() else daemon.leaving).set()
+
+    for number, handler in ((signal.SIGINT, daemon.stopping.set), (signal.SIGTERM, terminate)):
         try:
-            loop.add_signal_handler(number, daemon.stopping.set)
+            loop.add_signal_handler(number, handler)
         except NotImplementedError:  # Windows: only SIGINT, by Python's own handler
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(daemon.stopping.set))
     await daemon.start()
     try:
-        await daemon.stopping.wait()
+        asked = [asyncio.create_task(e.wait()) for e in (daemon.stopping, daemon.leaving)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for task in asked:
+            task.cancel()
+        if not daemon.stopping.is_set():
+            _log.info("leaving")
+            await daemon.leave()
         _log.info("stopping")
     finally:
         await daemon.stop()
@@ -314,7 +356,10 @@ async def _serve(config: DaemonConfig) -> int:
 
 
 def run(config: DaemonConfig) -> int:
-    """Run a daemon in the foreground until SIGINT, SIGTERM or a request to stop. Raises `Conflict` when it cannot start."""
+    """Run a daemon in the foreground until SIGINT or a request to stop, or until it has left after SIGTERM.
+
+    Raises `Conflict` when it cannot start.
+    """
     _log_to_stderr(config.json_logs)
     _check_file_limit()
     return asyncio.run(_serve(config))

@@ -45,6 +45,14 @@ async def _errors_cross(context: Any) -> AsyncIterator[None]:
         await abort(context, Internal(f"{type(error).__name__}: {error}"))
 
 
+def _check_local(context: Any, verb: str) -> None:
+    if not is_local(context.peer()):
+        raise Refused(
+            "only a client on this node's own machine may stop it, and you are "
+            f"{unquote(context.peer())}; run p2pshard {verb} there"
+        )
+
+
 class NodeService(control_pb2_grpc.NodeServicer):
     """Serves clients. Paths, and stopping the node, are for clients on this machine only."""
 
@@ -53,11 +61,12 @@ class NodeService(control_pb2_grpc.NodeServicer):
         view: ClusterView,
         gateway: Gateway,
         shutdown: Callable[[], None] | Callable[[], Awaitable[None]],
+        leave: Callable[[], None],
     ) -> None:
-        """`shutdown` asks the daemon to stop; it must return at once."""
+        """`shutdown` asks the daemon to stop, `leave` to hand its layers over first; both must return at once."""
         self._view = view
         self._gateway = gateway
-        self._shutdown = shutdown
+        self._shutdown, self._leave = shutdown, leave
 
     async def Ping(self, request: control_pb2.Empty, context: Any) -> control_pb2.Empty:
         return control_pb2.Empty()
@@ -112,13 +121,20 @@ class NodeService(control_pb2_grpc.NodeServicer):
                     del row["path"]
             return control_pb2.StatusReply(json=json.dumps(reply))
 
+    async def Pause(self, request: control_pb2.PauseRequest, context: Any) -> control_pb2.PauseReply:
+        async with _errors_cross(context):
+            reply: control_pb2.PauseReply = await self._view.pause(request.node, resume=request.resume)
+            return reply
+
+    async def Leave(self, request: control_pb2.Empty, context: Any) -> control_pb2.LeaveReply:
+        async with _errors_cross(context):
+            _check_local(context, "leave")
+            self._leave()
+            return control_pb2.LeaveReply(pid=os.getpid())
+
     async def Shutdown(self, request: control_pb2.Empty, context: Any) -> control_pb2.ShutdownReply:
         async with _errors_cross(context):
-            if not is_local(context.peer()):
-                raise Refused(
-                    "only a client on this node's own machine may stop it, and you are "
-                    f"{unquote(context.peer())}; run p2pshard down there"
-                )
+            _check_local(context, "down")
             stopping = self._shutdown()
             if stopping is not None:
                 await stopping

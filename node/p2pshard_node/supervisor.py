@@ -57,6 +57,11 @@ def same_weights(a: Event, b: Event) -> bool:
     return all(a.get(what) == b.get(what) for what in ("manifest", "dtype"))
 
 
+def _epoch(plan: Event) -> list[Any]:
+    """Of a plan as JSON, as events name it."""
+    return [plan["epoch"]["n"], plan["epoch"]["proposer"]]
+
+
 def exit_reason(code: int) -> str:
     """A worker's exit status in words."""
     if code in (137, -signal.SIGKILL):
@@ -68,6 +73,20 @@ def exit_reason(code: int) -> str:
             name = f"signal {-code}"
         return f"died of {name}"
     return f"exited with code {code}"
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A stage that a worker has loaded beside the one it serves."""
+
+    plan: Event
+    stage: int
+    booked_bytes: int
+    budget_bytes: int
+    before_bytes: int
+    """What was booked for the stage that it serves alone."""
+    event: Event
+    """Its ``loaded``."""
 
 
 @dataclass(eq=False)
@@ -93,6 +112,8 @@ class Worker:
     started: asyncio.Future[Event] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answer: asyncio.Future[Event] | None = None
     """Of the probe or load that is under way."""
+    asked: list[Any] = field(default_factory=list)
+    """The epoch of the load that is under way."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """It has begun with what it was asked for, has answered or is gone."""
     progress: Callable[[str, int, int], None] | None = None
@@ -103,6 +124,8 @@ class Worker:
     loaded: Event = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     """The plan (JSON) of whose stage number `stage` it has loaded, or is loading."""
+    coming: Coming | None = None
+    """What is to follow the stage that it serves."""
     exit: asyncio.Task[int] | None = None
 
     @property
@@ -274,6 +297,8 @@ class Supervisor:
                     worker.progress(str(event["phase"]), int(event["done"]), int(event["total"]))
             case "probed" | "loaded" | "refused":
                 worker.begun.set()
+                if event.get("epoch") is not None and list(event["epoch"]) != worker.asked:
+                    return  # of a load that nobody waits for any more
                 if worker.answer is not None and not worker.answer.done():
                     worker.answer.set_result(event)
                 elif event["ev"] == "refused" and worker.key and not worker.stopping:
@@ -282,9 +307,25 @@ class Supervisor:
                     self._on_event(worker.key, {"ev": "not_ready", "reason": reason})
             case "stats":
                 worker.stats = event
+            case "activated":
+                self._changed_over(worker, event)
             case _:
                 if worker.key and not worker.stopping:
                     self._on_event(worker.key, event)
+
+    def _changed_over(self, worker: Worker, event: Event) -> None:
+        """A worker has let go of the stage that it served before."""
+        coming = worker.coming
+        if coming is None or list(event["epoch"]) != _epoch(coming.plan):
+            return
+        worker.plan, worker.stage, worker.loaded, worker.coming = (
+            coming.plan,
+            coming.stage,
+            coming.event,
+            None,
+        )
+        worker.booked_bytes, worker.budget_bytes = coming.booked_bytes, coming.budget_bytes
+        self.warm_up()
 
     def _gone(self, worker: Worker, code: int) -> None:
         self._workers.discard(worker)
@@ -397,6 +438,7 @@ class Supervisor:
         """Send and await the answer. Raises `TimeoutError` after so much silence (at first, ``begin_s``), or what the
         worker refused with."""
         worker.answer = asyncio.get_running_loop().create_future()
+        worker.asked = _epoch(message["plan"]) if "plan" in message else []
         worker.last_word = time.monotonic()
         worker.begun.clear()
         worker.send(message)
@@ -456,21 +498,11 @@ class Supervisor:
         if worker is not None and not (worker.loaded and same_weights(worker.plan, plan)):
             await self.stop(key)
             worker = None
-        message = {
-            "op": "load",
-            "deployment": key,
-            "plan": plan,
-            "stage": stage,
-            "source": str(source),
-            "host": self._host,
-            "ports": list(self._ports),
-            "threads": None,
-            "node": self._node,
-            "next": None,
-        }
+        message = self._message(key, plan, stage, source, beside=False)
 
         def book(worker: Worker) -> None:
             worker.key, worker.plan, worker.stage, worker.progress = key, plan, stage, progress
+            worker.coming = None
             worker.booked_bytes = booked_bytes
             # Its peak may be of the stage before.
             worker.budget_bytes = max(worker.budget_bytes, budget_bytes)
@@ -489,6 +521,21 @@ class Supervisor:
             worker = await self._take()
             book(worker)
         return worker, await self._load(worker, message, None)
+
+    def _message(self, key: str, plan: Event, stage: int, source: Path, *, beside: bool) -> Event:
+        return {
+            "op": "load",
+            "deployment": key,
+            "plan": plan,
+            "stage": stage,
+            "source": str(source),
+            "host": self._host,
+            "ports": list(self._ports),
+            "threads": None,
+            "node": self._node,
+            "next": None,
+            "beside": beside,
+        }
 
     async def _load(self, worker: Worker, message: Event, begin_s: float | None) -> Event:
         """Its ``loaded`` event. A worker that does not come so far, or does not begin in time, is ended."""
@@ -513,6 +560,54 @@ class Supervisor:
         worker.progress = None
         self.warm_up()
         return event
+
+    async def load_beside(
+        self,
+        key: str,
+        *,
+        plan: dict[str, Any],
+        stage: int,
+        source: Path,
+        booked_bytes: int,
+        both_bytes: int,
+        budget_bytes: int,
+        progress: Callable[[str, int, int], None],
+    ) -> tuple[Worker, Event]:
+        """Load a stage in a worker that goes on serving the one it has, whatever comes of this, until `activate` names the
+        new one or `discard` gives it up. ``both_bytes`` are booked until then. Raises `Conflict` where one worker cannot hold
+        the two, and as `load`.
+        """
+        worker = self.worker(key)
+        if worker is None or not worker.loaded or not same_weights(worker.plan, plan):
+            raise Conflict("what is served here is in another dtype: both cannot be held at once")
+        message = self._message(key, plan, stage, source, beside=True)
+        before = worker.booked_bytes, worker.budget_bytes
+        worker.booked_bytes = max(worker.booked_bytes, both_bytes)
+        worker.budget_bytes = max(worker.budget_bytes, budget_bytes)
+        worker.progress = progress
+        try:
+            event = await self._ask(worker, message, LOAD_SILENCE_S)
+        except BaseException as error:
+            worker.booked_bytes, worker.budget_bytes = before
+            if worker in self._workers:
+                worker.send({"op": "discard"})
+            if isinstance(error, TimeoutError):
+                raise NotReady(
+                    f"loading reported nothing for {LOAD_SILENCE_S:.0f} s", state="loading", reason="stuck"
+                ) from None
+            raise
+        finally:
+            worker.progress = None
+        worker.coming = Coming(plan, stage, booked_bytes, budget_bytes, before[0], event)
+        return worker, event
+
+    def discard(self, key: str) -> None:
+        """Let go of what a worker has loaded beside the stage that it serves, if there is such."""
+        worker = self.worker(key)
+        if worker is not None and worker.coming is not None:
+            worker.booked_bytes = worker.coming.before_bytes
+            worker.coming = None
+            worker.send({"op": "discard"})
 
     def activate(self, key: str, message: Event) -> None:
         """Tell the worker of a deployment its neighbours. Raises `NotReady` when there is none."""

@@ -18,7 +18,23 @@ from p2pshard.version import __version__
 
 __all__ = ["Session", "cli", "invoke", "main"]
 
-_VERBS = ("up", "down", "status", "plan", "pull", "ls", "deploy", "undeploy", "ps", "run", "chat", "bench")
+_VERBS = (
+    "up",
+    "leave",
+    "down",
+    "status",
+    "pause",
+    "resume",
+    "plan",
+    "pull",
+    "ls",
+    "deploy",
+    "undeploy",
+    "ps",
+    "run",
+    "chat",
+    "bench",
+)
 
 EXIT_CODES = """\b
 Exit codes:

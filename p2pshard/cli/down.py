@@ -14,7 +14,7 @@ from p2pshard.client import Client
 from p2pshard.config import local_address
 from p2pshard.errors import Internal, NodeUnreachable
 
-__all__ = ["command"]
+__all__ = ["command", "wait_gone"]
 
 
 @click.command()
@@ -31,6 +31,11 @@ def command(nodes_at: tuple[str, ...], timeout: float) -> None:
     with Client(nodes_at or (local_address(),)) as client:
         address = client.connect()
         pid = client.shutdown()
+    wait_gone(address, pid, timeout)
+
+
+def wait_gone(address: str, pid: int, timeout: float) -> None:
+    """Return, with a line for people, once a daemon that was asked to stop is gone. Raises `Internal` while it answers."""
     deadline = time.monotonic() + timeout
     while _answers(address):
         if time.monotonic() > deadline:

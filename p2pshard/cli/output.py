@@ -190,7 +190,7 @@ def nodes_table(status: ClusterStatus) -> Table:
     )
     for n in status.nodes:
         table.add_row(
-            n.name,
+            n.name if n.state == "member" else f"{n.name} ({n.state})",
             n.id[:12],
             "\n".join(n.addresses),
             n.device,

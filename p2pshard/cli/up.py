@@ -80,7 +80,7 @@ def _require_node_extra() -> None:
 def command(config_path: Path | None, **flags: Any) -> int:
     """Run the daemon of this machine in the foreground.
 
-    Ctrl-C, SIGTERM or `p2pshard down` stop it.
+    Ctrl-C or `p2pshard down` stop it at once; SIGTERM or `p2pshard leave` once the others have its layers.
 
     Every flag is also a variable P2PSHARD_<FLAG> and a line of a TOML file: --config, or config.toml in the
     data directory. Flags win over variables, variables over the file.

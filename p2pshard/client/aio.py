@@ -33,7 +33,7 @@ from p2pshard.errors import (
 from p2pshard.results import ClusterStatus, Deployment, Models, PlanResult, Requests
 from p2pshard.transport.channels import make_channel, sent_by_peer
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
-from p2pshard.transport.grpc_errors import from_rpc_error
+from p2pshard.transport.grpc_errors import error_from_proto, from_rpc_error
 
 __all__ = ["CONNECT_S", "AsyncClient", "find_nodes"]
 
@@ -250,6 +250,32 @@ class AsyncClient:
                 "list of models", lambda _, stub: stub.Models(control_pb2.Empty(), timeout=_CALL_S)
             )
         )
+
+    async def pause(self, node: str) -> str:
+        """Have a node, by name or id, hand its layers to the others and free its memory; it stays a member. Returns its name.
+
+        Raises:
+            DoesNotFit: the others cannot hold them; nothing has changed.
+            InvalidRequest: no member, or several, are called so.
+        """
+        return await self._pause(node, resume=False)
+
+    async def resume(self, node: str) -> str:
+        """Have a paused node take part again. Returns its name. Raises `InvalidRequest`."""
+        return await self._pause(node, resume=True)
+
+    async def _pause(self, node: str, *, resume: bool) -> str:
+        request = control_pb2.PauseRequest(node=node, resume=resume)
+        reply = await self._once(lambda _, stub: stub.Pause(request, timeout=_RESOLVE_S))
+        if reply.HasField("error"):
+            raise error_from_proto(reply.error)
+        return str(reply.name)
+
+    async def leave(self) -> int:
+        """Have the daemon that answers hand its layers to the others and stop; it takes this only from its own machine, and
+        goes in any case. Returns its process id. Raises as `shutdown`."""
+        reply = await self._once(lambda _, stub: stub.Leave(control_pb2.Empty(), timeout=_CALL_S))
+        return int(reply.pid)
 
     async def shutdown(self) -> int:
         """Stop the daemon that answers; it takes this only from its own machine. Returns its process id.

@@ -214,6 +214,18 @@ class Client:
         """See `AsyncClient.models`."""
         return self._thread.run(self._client.models())
 
+    def pause(self, node: str) -> str:
+        """See `AsyncClient.pause`."""
+        return self._thread.run(self._client.pause(node))
+
+    def resume(self, node: str) -> str:
+        """See `AsyncClient.resume`."""
+        return self._thread.run(self._client.resume(node))
+
+    def leave(self) -> int:
+        """See `AsyncClient.leave`."""
+        return self._thread.run(self._client.leave())
+
     def shutdown(self) -> int:
         """See `AsyncClient.shutdown`."""
         return self._thread.run(self._client.shutdown())

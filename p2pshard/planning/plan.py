@@ -125,6 +125,11 @@ class Plan:
             for stage in replica.stages:
                 yield from stage.ranks
 
+    def extent(self, index: int) -> tuple[Any, ...]:
+        """All that stage ``index`` in memory is made for: equal ones, of the same model and dtype, are the same."""
+        stage = self.stages[index]
+        return stage.layers, stage.embedding, stage.head, self.blocks, self.block_size, self.chunk_tokens
+
     def check(self) -> None:
         """Raise `ProtocolError` unless every layer lies on exactly one stage of each replica, in order."""
         if not self.replicas:

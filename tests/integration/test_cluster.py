@@ -97,7 +97,7 @@ class Node:
     def end(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
+        self.process.send_signal(signal.SIGINT)
         try:
             return self.process.wait(timeout=20)
         except subprocess.TimeoutExpired:

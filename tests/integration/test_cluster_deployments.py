@@ -127,7 +127,7 @@ def test_undeploy_and_stop_leave_no_process_and_a_restart_brings_back_what_is_wa
         assert len(loaded) == 3 and loaded <= pids
     for node in cluster.nodes:  # all at once, in the middle of everything
         assert node.process is not None
-        node.process.send_signal(signal.SIGTERM)
+        node.process.send_signal(signal.SIGINT)
     for node in cluster.nodes:
         assert node.process is not None and node.process.wait(timeout=15) == 0, node.log()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,155 +16,23 @@ import pytest
 from p2pshard import Client
 from p2pshard.errors import P2PShardError
 from tests import agreement_watch
-from tests.local_cluster import LocalCluster, Node
-from tests.tiny import reference_tokens, write_tiny_llama
+from tests.tiny import reference_tokens
+from tests.town import ASKED, COUNT, PROMPT, Asking, Town, check, four_daemons, stages_of, whole_answer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
-PROMPT = "Once upon a time in a small town"
-COUNT = 60
-ASKED: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {
-        "temperature": 0.9,
-        "seed": 7,
-        "presence_penalty": 0.6,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.2,
-    },
-    {"temperature": 0.9, "seed": 11, "logprobs": 3, "speculation": "adaptive"},
-]
-
-
-def whole_answer(client: Client, prompt: str, **options: Any) -> Any:
-    return client.generate("tiny", prompt, max_tokens=COUNT, ignore_eos=True, **options).result()
-
-
-class Town:
-    """Four daemons, three of them with a stage each; who is who changes with every loss."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self.cluster = cluster
-
-    def up(self) -> list[Node]:
-        return [n for n in self.cluster.nodes if n.process is not None and n.process.poll() is None]
-
-    def row(self, at: Node | None = None) -> dict[str, Any]:
-        rows = self.cluster.status(at or self.up()[0]).get("deployments") or [{}]
-        return dict(rows[0])
-
-    def names(self) -> dict[str, str]:
-        return {n["id"]: n["name"] for node in self.up() for n in self.cluster.status(node).get("nodes", ())}
-
-    def named(self, name: str) -> Node:
-        return next(n for n in self.cluster.nodes if n.name == name)
-
-    def stages(self) -> list[dict[str, Any]]:
-        return list(self.row()["plan"]["replicas"][0]["stages"])
-
-    def holders(self) -> list[Node]:
-        names = self.names()
-        return [self.named(names[s["ranks"][0]["node"]]) for s in self.stages()]
-
-    def spare(self) -> Node:
-        return next(n for n in self.up() if n not in self.holders())
-
-    def coordinator(self) -> Node:
-        return self.named(self.names()[self.cluster.status(self.up()[0])["coordinator"]])
-
-    def who(self, role: str) -> Node:
-        if role == "coordinator":
-            return self.coordinator()
-        return self.holders()[{"first": 0, "middle": 1, "last": 2}[role]]
-
-    def besides(self, *victims: Node) -> Node:
-        """A node that goes on when those are lost."""
-        return next(n for n in self.up() if n not in victims)
-
-    def restore(self) -> None:
-        """Every node up and a member, the deployment ready."""
-        for node in self.cluster.nodes:
-            if node.process is None or node.process.poll() is not None:
-                node.start(peers=[n for n in self.cluster.nodes if n is not node])
-        self.cluster.wait_members(len(self.cluster.nodes), 30)
-        self.cluster.wait_measured(60)
-        until(lambda: self.row().get("state") == "ready", 60, lambda: str(self.row()))
-
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    folder = tmp_path_factory.mktemp("failover")
-    path = write_tiny_llama(folder / "models" / "tiny", layers=12)
-    with LocalCluster(folder, "--memory", "700MB", nodes=4) as cluster:
-        cluster.wait_measured()
-        with Client([cluster.nodes[0].address]) as client:
-            client.deploy(str(path), context=1024, concurrency=8, nodes=3, dtype="int8")
-        yield Town(cluster)
+    with four_daemons(tmp_path_factory.mktemp("failover"), nodes=3) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def expected(town: Town) -> list[Any]:
     """The answers of an undisturbed cluster."""
-    with Client([town.up()[0].address]) as client:
-        whole = [whole_answer(client, PROMPT, **a) for a in ASKED]
-    assert town.row()["plan"]["numerics"] == "invariant"
-    return whole
-
-
-class Asking:
-    """Answers under way, one thread each, all of one gateway; `then` happens once each has so many tokens."""
-
-    def __init__(self, at: list[Node], **options: Any) -> None:
-        self.answers: list[Any] = [None] * len(ASKED)
-        self.counts = [0] * len(ASKED)
-        self.longest = [0.0] * len(ASKED)
-        self._streams: dict[int, Any] = {}
-        self._threads = [
-            threading.Thread(target=self._one, args=(i, [n.address for n in at], options))
-            for i in range(len(ASKED))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _one(self, i: int, addresses: list[str], options: dict[str, Any]) -> None:
-        try:
-            with Client(addresses) as client:
-                stream = self._streams[i] = client.generate(
-                    "tiny", PROMPT, max_tokens=COUNT, ignore_eos=True, **ASKED[i], **options
-                )
-                last = time.monotonic()
-                for delta in stream:
-                    now = time.monotonic()
-                    self.longest[i], last = max(self.longest[i], now - last), now
-                    self.counts[i] += len(delta.tokens)
-                self.answers[i] = stream.result()
-        except P2PShardError as error:
-            self.answers[i] = error
-
-    def cancel(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
-
-    def given(self, count: int) -> None:
-        until(
-            lambda: min(self.counts) >= count, 30, lambda: f"{count} tokens each: {self.counts}", every=0.002
-        )
-
-    def join(self, seconds: float = 60) -> list[Any]:
-        end = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, end - time.monotonic()))
-        assert not any(t.is_alive() for t in self._threads), self.counts
-        return self.answers
-
-
-def check(answers: list[Any], expected: list[Any]) -> None:
-    for got, want in zip(answers, expected, strict=True):
-        assert not isinstance(got, P2PShardError), got
-        assert got.token_ids == want.token_ids and got.text == want.text
-        assert got.finish_reason == want.finish_reason
-        assert [(t.logprob, t.top) for t in got.tokens] == [(t.logprob, t.top) for t in want.tokens]
+    return town.undisturbed()
 
 
 def test_undisturbed_greedy_text_is_that_of_one_process(town: Town, expected: list[Any]) -> None:
@@ -196,7 +62,7 @@ def test_a_killed_node_costs_time_and_no_token(role: str, town: Town, expected: 
     if place is None:
         return
     assert after["plan"]["epoch"]["n"] > before["plan"]["epoch"]["n"]
-    for index, (was, now) in enumerate(zip(before_stages(before), before_stages(after), strict=True)):
+    for index, (was, now) in enumerate(zip(stages_of(before), stages_of(after), strict=True)):
         assert now["layers"] == was["layers"]
         rank, old = now["ranks"][0], was["ranks"][0]
         if index == place:
@@ -205,10 +71,6 @@ def test_a_killed_node_costs_time_and_no_token(role: str, town: Town, expected: 
         else:
             assert rank["node"] == old["node"] and rank["pid"] == old["pid"], "the same process"
             assert rank["read_bytes"] == 0, "nothing that is in memory is read again"
-
-
-def before_stages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(row["plan"]["replicas"][0]["stages"])
 
 
 @pytest.mark.parametrize("role", ["first", "middle"])

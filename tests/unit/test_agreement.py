@@ -172,7 +172,7 @@ class World:
     records: dict[str, Record] = field(default_factory=lambda: {n: Record(DEPLOYMENT) for n in "abc"})
     down: set[str] = field(default_factory=set)
 
-    def coordinate(self, me: str, nodes: str) -> Generator[str, None, bool]:
+    def coordinate(self, me: str, nodes: str, *, moving: bool = False) -> Generator[str, None, bool]:
         """One attempt, pausing before every message. Returns whether it was committed by all."""
         reports: dict[str, Report] = {}
         for node in sorted(set(self.records) - self.down):
@@ -180,6 +180,8 @@ class World:
             if node not in self.down:
                 reports[node] = Report.of(self.records[node])
         choice = agreement.decide(reports)
+        if moving:
+            choice = Propose(agreement.next_number(reports))
         if isinstance(choice, Resend):
             proposal = Proposal.resend(choice.plan)
         else:
@@ -195,15 +197,15 @@ class World:
             try:
                 if node in self.down:
                     raise NotReady("gone")
-                self.deliver(proposal, node, what)
+                self.deliver(proposal, node, what, beside=moving)
             except (Conflict, NotReady) as error:
                 proposal.on_refused(node, error)
         return True
 
-    def deliver(self, proposal: Proposal, node: str, what: str) -> None:
+    def deliver(self, proposal: Proposal, node: str, what: str, *, beside: bool) -> None:
         plan, record = proposal.plan, self.records[node]
         if what == "prepare":
-            record = agreement.prepare(record, plan.epoch, plan, plan.digest(), 0.0)
+            record = agreement.prepare(record, plan.epoch, plan, plan.digest(), 0.0, beside=beside)
             self.records[node] = agreement.loaded(record, plan.epoch, 0.0)
             proposal.on_prepared(node)
         else:
@@ -214,8 +216,8 @@ class World:
         """Epochs all of whose edges could shake hands: every member of the plan runs it."""
         found = set()
         for record in self.records.values():
-            if record.running and record.plan is not None:
-                others = [self.records[n] for n in record.plan.nodes]
+            if record.serving is not None:
+                others = [self.records[n] for n in record.serving.nodes]
                 if all(r.running and r.active == record.active for r in others):
                     found.add(record.active)
         return found
@@ -290,7 +292,8 @@ def test_a_coordinator_that_was_stopped_between_commits_disturbs_nothing_when_it
 def test_any_schedule_of_three_coordinators_ends_in_one_plan_and_mixes_no_epochs(data: st.DataObject) -> None:
     world = World()
     plans = {n: data.draw(st.sampled_from(["abc", "cab", "ab", "bc"])) for n in "abc"}
-    running = {n: world.coordinate(n, plans[n]) for n in "abc"}
+    moving = {n: data.draw(st.booleans()) for n in "abc"}
+    running = {n: world.coordinate(n, plans[n], moving=moving[n]) for n in "abc"}
     for _ in range(data.draw(st.integers(0, 60))):
         before = dict(world.records)
         actor = data.draw(st.sampled_from(sorted(running) or ["-"]))
@@ -303,14 +306,14 @@ def test_any_schedule_of_three_coordinators_ends_in_one_plan_and_mixes_no_epochs
             world.records[actor] = agreement.unloaded(world.records[actor])
         elif what == "restart":
             record = world.records[actor]
-            world.records[actor] = replace(record, prepared=False, plan=None)
+            world.records[actor] = replace(record, prepared=False, plan=None, serving=None)
         elif next(running[actor], None) is None:
-            running[actor] = world.coordinate(actor, plans[actor])
+            running[actor] = world.coordinate(actor, plans[actor], moving=moving[actor])
         for node, record in world.records.items():
             assert record.promised >= before[node].promised and record.active >= before[node].active
             assert record.active <= record.promised
-            if record.running:
-                assert record.plan is not None and record.plan.epoch == record.active == record.promised
+            if record.serving is not None:
+                assert record.serving.epoch == record.active <= record.promised
         for epoch in world.serving():
             members = [r for r in world.records.values() if r.running and r.active == epoch]
             assert len({r.active_digest for r in members}) == 1
@@ -318,5 +321,54 @@ def test_any_schedule_of_three_coordinators_ends_in_one_plan_and_mixes_no_epochs
     serving = world.serving()
     assert len(serving) == 1
     (epoch,) = serving
-    plan = next(r.plan for r in world.records.values() if r.running and r.active == epoch)
+    plan = next(r.serving for r in world.records.values() if r.running and r.active == epoch)
     assert plan is not None and plan.epoch == epoch
+
+
+def test_what_serves_goes_on_while_the_next_epoch_is_prepared_beside_it_and_ends_with_its_commit() -> None:
+    world = World()
+    world.finish("a", "abc")
+    (before,) = world.serving()
+    move = world.coordinate("a", "ab", moving=True)
+    advance(move, "commit a")
+    assert world.serving() == {before}, "prepared beside it everywhere"
+    assert list(move)
+    (after,) = world.serving()
+    assert after > before and world.records["c"].active == before
+
+
+def test_a_move_that_is_given_up_leaves_what_serves_as_it_was() -> None:
+    world = World()
+    world.finish("a", "abc")
+    serving = world.serving()
+    move = world.coordinate("a", "ab", moving=True)
+    advance(move, "prepare b")
+    move.close()  # its coordinator died
+    assert world.serving() == serving
+    world.finish("b", "abc")
+    assert world.serving() == serving, "a successor finds it in force and leaves it so"
+
+
+def test_without_that_a_promise_ends_what_serves() -> None:
+    world = World()
+    world.finish("a", "abc")
+    attempt = world.coordinate("b", "abc", moving=False)
+    advance(attempt, "commit a")  # the epoch that is in force is sent again
+    record = world.records["a"]
+    plan = plan_for("abc", Epoch(5, "b"))
+    assert not agreement.prepare(record, plan.epoch, plan, plan.digest(), 0.0).running
+    assert agreement.prepare(record, plan.epoch, plan, plan.digest(), 0.0, beside=True).running
+
+
+def test_the_end_of_an_epoch_leaves_what_is_prepared_beside_it_and_the_end_of_a_worker_nothing() -> None:
+    plan, following = plan_for("abc", Epoch(1, "a")), plan_for("ab", Epoch(2, "a"))
+    record = agreement.prepare(Record(DEPLOYMENT), plan.epoch, plan, plan.digest(), 0.0)
+    record, _ = agreement.commit(agreement.loaded(record, plan.epoch, 0.0), plan.epoch, plan.digest())
+    assert not agreement.ended(record).prepared and not agreement.ended(record).running
+    both = agreement.prepare(record, following.epoch, following, following.digest(), 0.0, beside=True)
+    both = agreement.loaded(both, following.epoch, 0.0)
+    assert both.running and both.prepared
+    assert agreement.commit(both, plan.epoch, plan.digest()) == (both, False), "sent again: nothing changes"
+    over = agreement.ended(both)
+    assert over.prepared and not over.running
+    assert not agreement.unloaded(both).prepared and not agreement.unloaded(both).running

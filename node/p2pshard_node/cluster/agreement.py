@@ -4,7 +4,9 @@ Pure functions over a frozen `Record` per deployment; `Ledger` keeps the records
 
 - PREPARE(e, digest) is refused unless e is above everything promised; the promise is on the disk before
   anything is loaded.
-- COMMIT(e, digest) is accepted only for what is promised and loaded here, once or as often as it is sent.
+- COMMIT(e, digest) is accepted only for what is promised and loaded here, or in force already, as often as it is sent.
+- What is in force goes on serving while a later epoch is prepared beside it, if the proposer asks for that, until
+  the later one is committed; else it ends when the later one is promised.
 - A promise never goes down. What was prepared and never committed ends by ABORT or with its lease, which
   runs only while its proposer is no member.
 
@@ -36,8 +38,10 @@ __all__ = [
     "abort",
     "commit",
     "decide",
+    "ended",
     "lapsed",
     "loaded",
+    "next_number",
     "prepare",
     "renew",
     "unloaded",
@@ -63,21 +67,33 @@ class Record:
     """The last one committed here."""
     active_digest: str = ""
     prepared: bool = False
-    """The promised epoch's worker is loaded in this process. Not persisted: a restart has no workers."""
+    """The promised epoch's stage is loaded in this process. Not persisted: a restart has no workers."""
+    serving: Plan | None = None
+    """Of the active epoch, while its stage is in force in this process. Not persisted."""
     lease_until: float = 0.0
     """Monotonic. Not persisted."""
     lease_s: float = LEASE_S
 
     @property
     def running(self) -> bool:
-        """Committed here, with its worker alive."""
-        return self.prepared and self.active == self.promised
+        """An epoch is in force here, with its worker alive."""
+        return self.serving is not None
 
 
 def prepare(
-    record: Record, epoch: Epoch, plan: Plan, digest: str, now: float, lease_s: float = LEASE_S
+    record: Record,
+    epoch: Epoch,
+    plan: Plan,
+    digest: str,
+    now: float,
+    lease_s: float = LEASE_S,
+    *,
+    beside: bool = False,
 ) -> Record:
-    """Promise the epoch. Raises `Conflict` when a newer one is promised, `ProtocolError` for a plan that is not the one named."""
+    """Promise the epoch; ``beside``: what is in force goes on meanwhile.
+
+    Raises `Conflict` when a newer one is promised, `ProtocolError` for a plan that is not the one named.
+    """
     if epoch.n > MAX_EPOCH:
         raise ProtocolError(f"epoch {epoch.n} leaves no higher number")
     if epoch <= record.promised:
@@ -95,6 +111,7 @@ def prepare(
         promised_digest=digest,
         plan=plan,
         prepared=False,
+        serving=record.serving if beside else None,
         lease_until=now + lease,
         lease_s=lease,
     )
@@ -112,6 +129,8 @@ def loaded(record: Record, epoch: Epoch, now: float) -> Record:
 
 def commit(record: Record, epoch: Epoch, digest: str) -> tuple[Record, bool]:
     """``(record, changed)``. Raises `Conflict` unless (epoch, digest) is what is promised, `NotReady` unless it is loaded."""
+    if record.serving is not None and (record.active, record.active_digest) == (epoch, digest):
+        return record, False
     if record.promised != epoch or record.promised_digest != digest:
         raise Conflict(
             f"commit of epoch {epoch.n} of {epoch.proposer} refused: promised is epoch {record.promised.n} of "
@@ -122,9 +141,7 @@ def commit(record: Record, epoch: Epoch, digest: str) -> tuple[Record, bool]:
         raise NotReady(
             f"epoch {epoch.n} is promised here and not loaded", state="loading", reason="its worker is gone"
         )
-    if record.active == epoch:
-        return record, False
-    return replace(record, active=epoch, active_digest=digest), True
+    return replace(record, active=epoch, active_digest=digest, serving=record.plan), True
 
 
 def abort(record: Record, epoch: Epoch) -> Record:
@@ -135,8 +152,13 @@ def abort(record: Record, epoch: Epoch) -> Record:
 
 
 def unloaded(record: Record) -> Record:
-    """The worker is gone."""
-    return replace(record, prepared=False)
+    """The worker is gone, with all that it held."""
+    return replace(record, prepared=False, serving=None)
+
+
+def ended(record: Record) -> Record:
+    """The epoch in force is over, though its worker lives; what is prepared beside it stays."""
+    return replace(record, serving=None, prepared=record.prepared and record.promised != record.active)
 
 
 def renew(record: Record, now: float) -> Record:
@@ -173,27 +195,34 @@ class Report:
     prepared: bool = False
     plan: Plan | None = None
     """Of the promised epoch."""
+    serving: Plan | None = None
+    """Of the active epoch, where it is in force."""
 
     @classmethod
     def of(cls, record: Record) -> Report:
-        return cls(record.promised, record.active, record.prepared, record.plan)
+        return cls(record.promised, record.active, record.prepared, record.plan, record.serving)
+
+    def held(self, epoch: Epoch) -> Plan | None:
+        """The plan of an epoch whose stage is in memory at that member."""
+        if self.serving is not None and self.active == epoch:
+            return self.serving
+        return self.plan if self.prepared and self.promised == epoch else None
 
 
 def decide(reports: Mapping[str, Report], *, spoilt: Epoch = ZERO) -> Resend | Propose:
     """What a coordinator does first. ``spoilt``: an epoch that is known not to work and is not sent again."""
     committed = max((r.active for r in reports.values()), default=ZERO)
-    highest = max((e.n for r in reports.values() for e in (r.promised, r.active)), default=0)
-    holders = {
-        node: r
-        for node, r in reports.items()
-        if r.promised == committed and r.prepared and r.plan is not None
-    }
+    holders = {node: plan for node, r in reports.items() if (plan := r.held(committed)) is not None}
     if committed > max(ZERO, spoilt) and holders:
-        plan = next(iter(holders.values())).plan
-        assert plan is not None
+        plan = next(iter(holders.values()))
         if all(node in holders for node in plan.nodes):
             return Resend(plan)
-    return Propose(max(highest, spoilt.n) + 1)
+    return Propose(next_number(reports, spoilt))
+
+
+def next_number(reports: Mapping[str, Report], spoilt: Epoch = ZERO) -> int:
+    """Of an epoch above all that anybody has heard of."""
+    return max(spoilt.n, *(e.n for r in reports.values() for e in (r.promised, r.active)), 0) + 1
 
 
 # -- the disk ---------------------------------------------------------------------------------------
@@ -286,6 +315,7 @@ def report_to_proto(record: Record, endpoints: list[pb.StageEndpoint]) -> pb.Epo
         promised_plan=record.plan.to_proto() if record.plan is not None else None,
         endpoints=endpoints,
         prepared=record.prepared,
+        active_plan=record.serving.to_proto() if record.serving is not None else None,
     )
 
 
@@ -294,9 +324,11 @@ def report_from_proto(message: pb.EpochReport) -> Report:
     if max(message.promised.n, message.active.n) > MAX_EPOCH:
         raise ProtocolError(f"epoch {max(message.promised.n, message.active.n)} leaves no higher number")
     plan = Plan.from_proto(message.promised_plan) if message.HasField("promised_plan") else None
+    serving = Plan.from_proto(message.active_plan) if message.HasField("active_plan") else None
     return Report(
         Epoch.from_proto(message.promised),
         Epoch.from_proto(message.active),
         message.prepared,
         plan,
+        serving,
     )

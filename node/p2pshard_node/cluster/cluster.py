@@ -22,6 +22,7 @@ from p2pshard.json_text import parse_json
 from p2pshard.models.reference import parse_reference
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.settings import Settings
+from p2pshard.planning.solver import member_called
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
@@ -36,6 +37,7 @@ from ..threads import in_thread
 from . import leader
 from .agreement import Ledger
 from .coordinator import Coordinator
+from .duty import DUTIES, OwnDuty
 from .fetch import Fetcher
 from .member import Member
 from .membership import MEMBER, not_joined, text
@@ -54,6 +56,7 @@ SETTLE_S = 2.0
 """After a start: time to hear of a coordinator before appointing one."""
 LEADER_WAIT_S = 10.0
 WANT_S = 120.0
+HAND_OVER_S = 600.0
 PULL_S = 5.0
 BROKEN_S = 30.0
 """How long a client that deploys waits for what is broken to be mended."""
@@ -89,6 +92,7 @@ class Cluster:
         self._holders: dict[str, list[str]] = {}
         self._ledger = Ledger.open(folder / "epochs")
         self.table = Deployments(folder / "deployments.json", identity.id)
+        self.duty = OwnDuty(lambda: self.peers, self._hand_over, supervisor.held)
         self.peers = Peers(me, identity.exceed, credentials, self)
         self.fetcher = Fetcher(store, self.peers)
         self.survey = Survey(self.peers, store, requests)
@@ -381,7 +385,7 @@ class Cluster:
             "bytes_received": info.bytes_received,
             "version": info.version,
             "api_port": info.api_port,
-            "state": "member" if alive else "suspected",
+            "state": DUTIES.get(info.duty, "member") if alive else "suspected",
             "this": info.id == self._identity.id,
         }
         if peer is not None and peer.outbound is not None:
@@ -674,6 +678,40 @@ class Cluster:
         if row is None or not row.wanted or not settings_satisfied(settings_json, row.settings_json):
             return None
         return row
+
+    # -- nodes that step back
+    async def _hand_over(self) -> None:
+        """Have the coordinator give this node's layers to others. Raises why it cannot."""
+        me = self._identity.id
+        request = pb.HandOverRequest(node=me)
+
+        async def there(stub: rpc.ClusterStub) -> None:
+            reply = await stub.HandOver(request, timeout=HAND_OVER_S, metadata=self.peers.metadata)
+            if reply.HasField("error"):
+                raise error_from_proto(reply.error)
+
+        await self._at_coordinator(lambda: self.coordinator.hand_over(me), there)
+
+    async def pause(self, node: str, *, resume: bool) -> pb.PauseReply:
+        """Have a member, by name or id (empty: this one), step back, or serve again. Raises `InvalidRequest` for a name that
+        is none, and `NodeUnreachable`; that its layers stay is in the answer."""
+        members = {info.id: info.name for info in self.members()}
+        target = member_called(members, node, "node") if node else self._identity.id
+        if target != self._identity.id:
+            request = pb.PauseRequest(resume=resume)
+            try:
+                answer: pb.PauseReply = await self.peers.stub(target).Pause(
+                    request, timeout=HAND_OVER_S, metadata=self.peers.metadata
+                )
+                return answer
+            except grpc.aio.AioRpcError as error:
+                raise error_of(error) from error
+        reply = pb.PauseReply(node=target, name=members[target])
+        try:
+            await (self.duty.serve() if resume else self.duty.rest(pb.DUTY_PAUSED))
+        except P2PShardError as error:
+            reply.error.CopyFrom(error_to_proto(error))
+        return reply
 
     async def undeploy(self, model: str) -> None:
         """No node wants the model any more; its workers end. Raises `ModelNotFound`."""

@@ -3,6 +3,9 @@
 An attempt asks all members for their epochs, then either sends a COMMIT again that somebody has already
 accepted, or plans, prepares and commits anew. It ends ready (the driver has seen a token cross every stage),
 refused, or broken; a broken one is tried again with growing, random pauses, and at once when members change.
+
+What is ready moves when one of its nodes pauses or leaves: the next epoch is prepared beside the one in force, which
+serves until the commit. Where a member cannot hold both, the one in force ends first.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ RETRY_FIRST_S = 0.3
 RETRY_MOST_S = 20.0
 LOOP_S = 0.5
 BROKEN_PAUSE_S = 0.05
+LOOK_S = 0.05
 PREPARE_SILENCE_S = 240.0
 MAX_FIRST_TRIES = 5
 """A deployment that never was ready is given up after so many; one that was is never given up."""
@@ -59,6 +63,18 @@ FINAL = (InvalidRequest, UnsupportedModel, ModelCorrupt)
 """Errors that another attempt cannot mend."""
 
 _log = logging.getLogger("p2pshard.coordinator")
+
+
+Circumstances = tuple[Epoch, frozenset[str]]
+"""The epoch in force and the nodes that could have a stage: what decides whether it can move."""
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Why a deployment stays where it is, although a node of it pauses or leaves."""
+
+    under: Circumstances
+    error: P2PShardError
 
 
 @dataclass
@@ -74,6 +90,8 @@ class Attempt:
     """Why a stage is gone, even if all had been ready before."""
     cancelled: bool = False
     """What it was for is not wanted any more, or another node's to bring about."""
+    moving: bool = False
+    """The epoch in force serves meanwhile."""
     closing: bool = False
     """It takes back what it prepared, which nothing interrupts."""
 
@@ -113,6 +131,8 @@ class Coordinator:
         """Epochs that are known not to work any more."""
         self._served: set[str] = set()
         """Deployments that have been ready: they are never given up."""
+        self._stays: dict[str, Stay] = {}
+        """By deployment: why it cannot move, as things are."""
         self._planning = asyncio.Lock()
         """One plan at a time: each counts what the one before has booked."""
         self._wake = asyncio.Event()
@@ -168,15 +188,14 @@ class Coordinator:
         for row in self._table.all():
             if not row.wanted:
                 self._failures.pop(row.id, None)
+                self._stays.pop(row.id, None)
                 self._cancel(row.id)
             elif (
                 row.id not in self._attempts
                 and row.state != "ready"
                 and now >= self._failures.get(row.id, (0, 0.0))[1]
             ):
-                attempt = self._attempts[row.id] = Attempt()
-                attempt.task = asyncio.create_task(self._attempt(row.id, attempt), name=f"deploy {row.model}")
-                attempt.task.add_done_callback(lambda t, d=row.id, a=attempt: self._ended(d, a, t))  # type: ignore[misc]
+                self._try(row, Attempt())
             elif row.state == "ready" and row.HasField("plan"):
                 plan = Plan.from_proto(row.plan)
                 for node in plan.nodes:
@@ -184,6 +203,61 @@ class Coordinator:
                         member = node in self._peers.member_ids()
                         self.lost(node, "it answers nobody" if member else "it is no member now")
                         break
+                else:
+                    if row.id not in self._attempts and self._is_to_move(row.id, plan):
+                        self._try(row, Attempt(moving=True))
+
+    def _try(self, row: pb.Deployment, attempt: Attempt) -> None:
+        self._attempts[row.id] = attempt
+        attempt.task = asyncio.create_task(self._attempt(row.id, attempt), name=f"deploy {row.model}")
+        attempt.task.add_done_callback(lambda t: self._ended(row.id, attempt, t))
+
+    # -- moving
+    def _circumstances(self, plan: Plan) -> Circumstances:
+        return plan.epoch, frozenset(self._peers.serving())
+
+    def _is_to_move(self, deployment: str, plan: Plan) -> bool:
+        """Whether a node of what is ready pauses or leaves, and nothing is known to be in the way."""
+        if not self._peers.resting() & set(plan.nodes):
+            return False
+        stay = self._stays.get(deployment)
+        return stay is None or stay.under != self._circumstances(plan)
+
+    async def hand_over(self, node: str) -> None:
+        """Return once nothing that is served has a stage on a node that pauses or leaves. Raises why that cannot be, and
+        `NotReady` where another node coordinates."""
+        while True:
+            if not self._leading():
+                raise NotReady("this node does not coordinate", state="following")
+            held = False
+            for row in self._table.all():
+                if not row.wanted or not row.HasField("plan"):
+                    continue
+                plan = Plan.from_proto(row.plan)
+                if node not in plan.nodes:
+                    continue
+                held = True
+                stay = self._stays.get(row.id)
+                if row.state == "ready" and stay is not None and stay.under == self._circumstances(plan):
+                    raise stay.error
+            if not held and node in self._peers.resting():
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def _stayed(self, row: pb.Deployment, attempt: Attempt, error: P2PShardError) -> None:
+        """A move was not prepared; the epoch before it serves on."""
+        now = self._table.get(row.id)
+        if now is None or not now.wanted or now.state != "ready":
+            return
+        plan = Plan.from_proto(now.plan)
+        if attempt.epoch != agreement.ZERO and isinstance(error, (DoesNotFit, Conflict)):
+            # There is a plan, and no room for it beside the one in force.
+            _log.info("model=%s ends before it moves: %s", now.model, error.message)
+            names = ", ".join(self._name(n) for n in plan.nodes if n in self._peers.resting())
+            self._broken(now, NotReady(f"its layers on {names} are handed over"), plan.epoch)
+            return
+        _log.warning("model=%s stays where it is: %s", now.model, error.message)
+        self._stays[row.id] = Stay(self._circumstances(plan), error)
 
     async def _verify(self) -> None:
         """See for what is said to be ready whether its stages still are: what became of them may have been told to
@@ -198,7 +272,7 @@ class Coordinator:
                 continue
             for index, stage in enumerate(plan.stages):
                 report = reports.get(stage.node)
-                if report is not None and not (report.prepared and report.active == plan.epoch):
+                if report is not None and not (report.serving is not None and report.active == plan.epoch):
                     error = lost_stage(self._name(stage.node), stage.node, stage, "its worker is gone")
                     _log.warning("stage %d of model=%s is not served", index, row.model)
                     self._broken(row, error, plan.epoch)
@@ -274,7 +348,7 @@ class Coordinator:
                 peer = self._peers.state.peers.get(node)
                 error = lost_stage(peer.info.name if peer else node, node, stage, why)
                 attempt = self._attempts.get(row.id)
-                if attempt is not None:
+                if attempt is not None and not attempt.moving:
                     if attempt.epoch == plan.epoch:
                         attempt.fail(error)
                 elif self._leading() and row.state == "ready" and self._serves_no_more(plan, node):
@@ -288,6 +362,9 @@ class Coordinator:
 
     def _broken(self, row: pb.Deployment, error: P2PShardError, epoch: Epoch) -> None:
         self._served.add(row.id)  # it was ready, perhaps for less time than this node looks at
+        attempt = self._attempts.get(row.id)
+        if attempt is not None and attempt.moving:
+            attempt.cancel()
         self._spoilt[row.id] = max(epoch, self._spoilt.get(row.id, agreement.ZERO))
         # A moment's pause: what breaks one stage is often seen by its neighbours first.
         self._failures[row.id] = (1, time.monotonic() + BROKEN_PAUSE_S)
@@ -330,23 +407,28 @@ class Coordinator:
             if row.state == "broken" and row.HasField("plan"):
                 # Who is lost is known to nobody yet, perhaps: it has no place in the next plan.
                 await self._peers.confirm(Plan.from_proto(row.plan).nodes)
-            reports, endpoints = await self._ask(deployment)
+            reports, found = await self._ask(deployment)
             spoilt = max(Epoch.from_proto(row.superseded), self._spoilt.get(deployment, agreement.ZERO))
             choice = agreement.decide(reports, spoilt=spoilt)
+            if attempt.moving:
+                choice = agreement.Propose(agreement.next_number(reports, spoilt))
             if isinstance(choice, agreement.Resend):
                 _log.info("sending the commit of epoch %s again model=%s", choice.plan.epoch.n, row.model)
                 proposal = Proposal.resend(choice.plan)
                 attempt.epoch = choice.plan.epoch
+                endpoints = {n: e for n, e in found if Epoch.from_proto(e.epoch) == attempt.epoch}
             else:
-                if row.state not in ("planning", "broken"):
+                if not attempt.moving and row.state not in ("planning", "broken"):
                     self._set(deployment, "planning")
                 async with self._planning:
                     plan = await self._make_plan(self._to_plan(row), Epoch(choice.n, self._peers.id))
                     proposal = Proposal(plan)
                     attempt.epoch = plan.epoch
-                    self._set(deployment, "loading", plan=plan, endpoints=[])
+                    if not attempt.moving:
+                        self._set(deployment, "loading", plan=plan, endpoints=[])
                 endpoints = await self._prepare(row, proposal, attempt)
-            ordered = [e for _, e in sorted((e.stage, e) for e in endpoints.values())] if endpoints else []
+                attempt.moving = False  # what comes now ends the epoch in force
+            ordered = sorted(endpoints.values(), key=lambda e: e.stage)
             measured = proposal.plan.measured((e.numerics, e.fingerprint) for e in ordered)
             self._set(deployment, "loading", "connecting the stages", plan=measured, endpoints=ordered)
             await self._commit(deployment, proposal, ordered)
@@ -365,13 +447,17 @@ class Coordinator:
             self._served.add(deployment)
             self._set(deployment, "ready", plan=measured, endpoints=ordered)
         except P2PShardError as error:
-            if proposal is not None and not isinstance(error, Conflict):
+            if proposal is not None and not isinstance(error, Conflict) and not attempt.moving:
                 self._spoilt[deployment] = max(
                     proposal.plan.epoch, self._spoilt.get(deployment, agreement.ZERO)
                 )
             attempt.closing = True
             await self._abort(deployment, proposal)
-            if not attempt.cancelled:  # else the failure is of something that nobody waits for
+            if attempt.cancelled:  # the failure is of something that nobody waits for
+                return
+            if attempt.moving:
+                self._stayed(row, attempt, error)
+            else:
                 self._fail(deployment, error)
         except asyncio.CancelledError:
             attempt.closing = True
@@ -411,8 +497,10 @@ class Coordinator:
         if row.state != "broken" or row.reason != reason:
             self._set(deployment, "broken", reason, error=error)
 
-    async def _ask(self, deployment: str) -> tuple[dict[str, agreement.Report], dict[str, pb.StageEndpoint]]:
-        """Epochs and endpoints of all members that answer."""
+    async def _ask(
+        self, deployment: str
+    ) -> tuple[dict[str, agreement.Report], list[tuple[str, pb.StageEndpoint]]]:
+        """Epochs of all members that answer, and the endpoints they have, with their node."""
         query = pb.EpochQuery(deployment=deployment)
 
         async def one(node: str) -> tuple[str, pb.EpochReport | None]:
@@ -426,7 +514,7 @@ class Coordinator:
                 return node, None
 
         reports: dict[str, agreement.Report] = {}
-        endpoints: dict[str, pb.StageEndpoint] = {}
+        endpoints: list[tuple[str, pb.StageEndpoint]] = []
         for node, message in await asyncio.gather(*(one(n) for n in self._peers.alive())):
             if message is None:
                 continue
@@ -435,7 +523,7 @@ class Coordinator:
             except P2PShardError as error:
                 _log.warning("what node %s tells of its epochs is not well formed: %s", node, error)
             else:
-                endpoints.update((e.node, e) for e in message.endpoints if e.node == node)
+                endpoints += ((node, e) for e in message.endpoints if e.node == node)
         return reports, endpoints
 
     async def _prepare(
@@ -450,6 +538,7 @@ class Coordinator:
             plan=plan.to_proto(),
             lease_s=agreement.LEASE_S,
             manifest_holders=self._holders(row.id),
+            beside=attempt.moving,
         )
         endpoints: dict[str, pb.StageEndpoint] = {}
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from p2pshard.errors import (
 )
 from p2pshard.models.layout import needed_tensors
 from p2pshard.models.manifest import Manifest, TensorEntry
+from p2pshard.planning.handover import together
 from p2pshard.planning.plan import Epoch, Plan, Stage
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.grpc_errors import error_to_proto
@@ -129,10 +131,17 @@ class Member:
         self._check_wanted(deployment, epoch)
         index = self._own_stage(plan)
         record = agreement.prepare(
-            self._ledger.get(deployment), epoch, plan, request.digest, time.monotonic(), request.lease_s
+            self._ledger.get(deployment),
+            epoch,
+            plan,
+            request.digest,
+            time.monotonic(),
+            request.lease_s,
+            beside=request.beside,
         )
         self._ledger.put(record)
-        self._ready.pop(deployment, None)
+        if not record.running:
+            self._ready.pop(deployment, None)
         self._loads[deployment] = pb.Progress(phase="preparing")
         earlier = self._loading.pop(deployment, None)
         task = asyncio.create_task(
@@ -182,16 +191,25 @@ class Member:
             await asyncio.gather(earlier, return_exceptions=True)
         await self._ledger.saved()
         stage = plan.stages[index]
-        await self._make_room(deployment, stage)
-        self._check_budget(deployment, stage)
-        self._booked[deployment] = stage.ranks[0].total_bytes
+        needed = self._needed(deployment, plan, stage)
+        await self._make_room(deployment, needed)
+        self._check_budget(deployment, stage, needed)
+        self._booked[deployment] = needed
         try:
             return await self._fetch_and_load(deployment, plan, index, holders, queue)
         except BaseException:
-            self._release(deployment)
+            if not self._ledger.get(deployment).running:
+                self._release(deployment)
             raise
         finally:
             self._booked.pop(deployment, None)
+
+    def _needed(self, deployment: str, plan: Plan, stage: Stage) -> int:
+        """Bytes that the deployment's worker needs until the stage is in force: beside one that serves, both."""
+        serving = self._ledger.get(deployment).serving
+        if serving is None:
+            return stage.ranks[0].total_bytes
+        return together(serving, self._own_stage(serving), plan, self._own_stage(plan))
 
     def _source(self, deployment: str) -> Path:
         """Tells a worker where its tensors lie; while it exists, they stay in the cache."""
@@ -239,8 +257,13 @@ class Member:
         except BaseException:
             await in_thread(self._store.abandon, {e.sha256 for e in entries})
             raise
-        self._loaded_epochs[deployment] = plan.epoch
-        worker, event = await self._supervisor.load(
+        beside = self._ledger.get(deployment).running
+        load = self._supervisor.load
+        if beside:
+            load = partial(self._supervisor.load_beside, both_bytes=self._needed(deployment, plan, stage))
+        else:
+            self._loaded_epochs[deployment] = plan.epoch
+        worker, event = await load(
             deployment,
             plan=plan.to_json(),
             stage=index,
@@ -252,9 +275,12 @@ class Member:
         try:
             self._ledger.put(agreement.loaded(self._ledger.get(deployment), plan.epoch, time.monotonic()))
         except P2PShardError:
-            await self._supervisor.stop(deployment)
+            if beside:
+                self._supervisor.discard(deployment)
+            else:
+                await self._supervisor.stop(deployment)
             raise
-        return self._endpoint(index, worker, event)
+        return self._endpoint(index, plan.epoch, worker, event)
 
     def _present(self, deployment: str, plan: Plan, stage: Stage, manifest: Manifest) -> frozenset[str]:
         """Tensors (by hash) that the deployment's worker has in memory and will not read again for this stage: they need
@@ -293,21 +319,22 @@ class Member:
             self._supervisor.worker(deployment) is not None
             and deployment not in self._loading
             and not self._ledger.get(deployment).prepared
+            and not self._ledger.get(deployment).running
         )
 
-    async def _make_room(self, deployment: str, stage: Stage) -> None:
+    async def _make_room(self, deployment: str, needed: int) -> None:
         """End idle workers of other deployments as far as their memory is needed."""
         for other in self._supervisor.held() - {deployment}:
-            if self._available(deployment) >= stage.ranks[0].total_bytes:
+            if self._available(deployment) >= needed:
                 return
             if self._idle(other):
                 await self._supervisor.stop(other)
 
-    def _check_budget(self, deployment: str, stage: Stage) -> None:
+    def _check_budget(self, deployment: str, stage: Stage, needed: int) -> None:
         """Raises `DoesNotFit` when this node's own measure says that the stage does not fit now."""
         rank = stage.ranks[0]
         available = self._available(deployment)
-        if rank.total_bytes > available:
+        if needed > available:
             terms = {
                 "weight_bytes": rank.weight_bytes,
                 "kv_bytes": rank.kv_bytes,
@@ -316,16 +343,18 @@ class Member:
                 "available_bytes": available,
             }
             raise DoesNotFit(
-                f"layers {stage.layers[0]}-{stage.layers[1]} need {rank.total_bytes:,} bytes here and "
+                f"layers {stage.layers[0]}-{stage.layers[1]} need {needed:,} bytes here"
+                f"{' while the ones before them serve' if needed != rank.total_bytes else ''} and "
                 f"{max(0, available):,} are free now",
-                shortfall_bytes=rank.total_bytes - available,
+                shortfall_bytes=needed - available,
                 terms=[{"node": self._peers.id, **terms}],
                 suggestions=["ask for a smaller --context", "end other programs on that node, or add a node"],
             )
 
-    def _endpoint(self, index: int, worker: Worker, event: dict[str, Any]) -> pb.StageEndpoint:
+    def _endpoint(self, index: int, epoch: Epoch, worker: Worker, event: dict[str, Any]) -> pb.StageEndpoint:
         return pb.StageEndpoint(
             stage=index,
+            epoch=epoch.to_proto(),
             node=self._peers.id,
             port=int(event["port"]),
             pid=worker.pid,
@@ -345,15 +374,17 @@ class Member:
             epoch = Epoch.from_proto(request.epoch)
             self._check_wanted(request.deployment, epoch)
             record, changed = agreement.commit(self._ledger.get(request.deployment), epoch, request.digest)
-            assert record.plan is not None, "what is loaded has a plan"
-            plan = record.plan.measured((e.numerics, e.fingerprint) for e in request.endpoints)
-            message = self._activation(plan, request)
-            self._ledger.put(replace(record, plan=plan))
-            self._loads.pop(request.deployment, None)
             if changed:
+                assert record.serving is not None, "what is in force has a plan"
+                plan = record.serving.measured((e.numerics, e.fingerprint) for e in request.endpoints)
+                message = self._activation(plan, request)
+                self._ledger.put(replace(record, plan=plan, serving=plan))
+                self._loads.pop(request.deployment, None)
+                self._ready.pop(request.deployment, None)
+                self._loaded_epochs[request.deployment] = epoch
                 self._supervisor.activate(request.deployment, message)
             elif self._ready.get(request.deployment) == epoch:
-                self._send(request.deployment, "ready")
+                self._send(request.deployment, record.serving, "ready")
             # After the worker has its order, which a caller that gives up now does not take back.
             await self._ledger.saved()
         except P2PShardError as error:
@@ -395,9 +426,12 @@ class Member:
         if loading is not None:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-        if self._ledger.get(deployment).promised == epoch:  # else another load is under way by now
+        record = self._ledger.get(deployment)
+        if record.promised == epoch:  # else another load is under way by now
             self._loads.pop(deployment, None)
-            self._ledger.put(agreement.abort(self._ledger.get(deployment), epoch))
+            self._ledger.put(agreement.abort(record, epoch))
+            if record.running:
+                self._supervisor.discard(deployment)
 
     async def remove(self, deployment: str, last: Epoch) -> None:
         """Epochs up to ``last`` are over: end the worker, which may have come into force under a later one.
@@ -421,7 +455,7 @@ class Member:
     async def _end(self, deployment: str, epoch: Epoch) -> None:
         """End the worker of an epoch and let go of its tensors, unless a later load has them in use meanwhile."""
         record = self._ledger.get(deployment)
-        if record.prepared:  # of a deployment that was never here none is put
+        if record.prepared or record.running:  # of a deployment that was never here none is put
             self._ledger.put(agreement.unloaded(record))
         await self._supervisor.stop(deployment)
         if self._ledger.get(deployment).promised == epoch:
@@ -444,11 +478,18 @@ class Member:
         return agreement.report_to_proto(record, self.endpoints(deployment))
 
     def endpoints(self, deployment: str) -> list[pb.StageEndpoint]:
-        """Of the stage that is loaded here; empty when none is."""
+        """Of the stages that are loaded here: the one in force, and one that is prepared."""
         record, worker = self._ledger.get(deployment), self._supervisor.worker(deployment)
-        if not record.prepared or record.plan is None or worker is None or not worker.loaded:
+        if worker is None or not worker.loaded:
             return []
-        return [self._endpoint(self._own_stage(record.plan), worker, worker.loaded)]
+        found = []
+        if record.serving is not None:
+            stage = self._own_stage(record.serving)
+            found.append(self._endpoint(stage, record.active, worker, worker.loaded))
+        if record.prepared and record.plan is not None and record.promised != record.active:
+            event = worker.coming.event if worker.coming is not None else worker.loaded
+            found.append(self._endpoint(self._own_stage(record.plan), record.promised, worker, event))
+        return found
 
     async def tick(self, rows: Iterable[pb.Deployment]) -> None:
         """Once a second: leases of prepared epochs. One that is still to be brought into force, as ``rows`` say, is kept
@@ -490,54 +531,69 @@ class Member:
     def worker_event(self, deployment: str, event: dict[str, Any]) -> None:
         """Pass on what a worker said of its stage, or that it is gone."""
         record = self._ledger.get(deployment)
-        if record.plan is None:
+        name, kind = self._peers.state.me.name, event["ev"]
+        if kind in ("fatal", "exit"):
+            why = str(event["reason"]) if kind == "exit" else from_wire(event.get("error") or {}).message
+            self._lost(deployment, record, f"its worker {why}", ended=kind == "exit")
             return
-        if self._loaded_epochs.get(deployment) != record.promised:
-            _log.info("worker event=%s deployment=%s is of an earlier epoch", event["ev"], deployment)
+        plan = self._meant(deployment, record, event)
+        if plan is None:
+            _log.info("worker event=%s deployment=%s is of an earlier epoch", kind, deployment)
             return
-        index = self._own_stage(record.plan)
-        stage = record.plan.stages[index]
-        name = self._peers.state.me.name
-        match event["ev"]:
+        match kind:
             case "ready":
-                self._ready[deployment] = record.active
-                self._send(deployment, "ready")
+                self._ready[deployment] = plan.epoch
+                self._send(deployment, plan, "ready")
             case "not_ready":
                 self._ready.pop(deployment, None)
-                self._send(
-                    deployment,
-                    "not_ready",
-                    error=Internal(f"node {name}: {event.get('reason', 'no reason given')}"),
-                )
+                why = f"node {name}: {event.get('reason', 'no reason given')}"
+                self._send(deployment, plan, "not_ready", error=Internal(why))
             case "edge_lost":
+                index = self._own_stage(plan)
                 at = int(event.get("stage", index))
-                error = from_wire(event.get("error") or {})
                 # The epoch is over, though its worker lives: nobody may count on it any more.
                 self._ready.pop(deployment, None)
-                self._ledger.put(agreement.unloaded(record))
-                self._send(deployment, "lost", at if 0 <= at < len(record.plan.stages) else index, error)
-            case "fatal" | "exit" as kind:
-                self._ready.pop(deployment, None)
-                why = str(event["reason"]) if kind == "exit" else from_wire(event.get("error") or {}).message
-                if kind == "exit":
-                    self._loads.pop(deployment, None)
-                    self._ledger.put(agreement.unloaded(record))
-                self._send(
-                    deployment, "lost", index, lost_stage(name, self._peers.id, stage, f"its worker {why}")
-                )
+                self._ledger.put(agreement.ended(record))
+                error = from_wire(event.get("error") or {})
+                self._send(deployment, plan, "lost", at if 0 <= at < len(plan.stages) else index, error)
             case other:
                 _log.warning("worker says %r, which is not known here", other)
 
+    def _meant(self, deployment: str, record: agreement.Record, event: dict[str, Any]) -> Plan | None:
+        """The plan of whose epoch a worker speaks; None when that is over."""
+        plan = record.serving or record.plan
+        if plan is None or self._loaded_epochs.get(deployment) != plan.epoch:
+            return None
+        return plan if event.get("epoch") in (None, [plan.epoch.n, plan.epoch.proposer]) else None
+
+    def _lost(self, deployment: str, record: agreement.Record, why: str, *, ended: bool) -> None:
+        """The worker of a deployment is of no use any more, or gone, with every stage that it held."""
+        self._ready.pop(deployment, None)
+        held = [record.serving] if record.serving is not None else []
+        if record.prepared and record.plan is not None and record.promised != record.active:
+            held.append(record.plan)
+        if ended:
+            self._loads.pop(deployment, None)
+            self._ledger.put(agreement.unloaded(record))
+        for plan in held:
+            index = self._own_stage(plan)
+            error = lost_stage(self._peers.state.me.name, self._peers.id, plan.stages[index], why)
+            self._send(deployment, plan, "lost", index, error)
+
     def _send(
-        self, deployment: str, kind: str, stage: int | None = None, error: P2PShardError | None = None
+        self,
+        deployment: str,
+        plan: Plan | None,
+        kind: str,
+        stage: int | None = None,
+        error: P2PShardError | None = None,
     ) -> None:
-        record = self._ledger.get(deployment)
-        assert record.plan is not None, "only a loaded stage reports"
+        assert plan is not None, "only a loaded stage reports"
         self._report(
             pb.StageEvent(
                 deployment=deployment,
-                epoch=record.promised.to_proto(),
-                stage=self._own_stage(record.plan) if stage is None else stage,
+                epoch=plan.epoch.to_proto(),
+                stage=self._own_stage(plan) if stage is None else stage,
                 node=self._peers.id,
                 kind=kind,
                 error=error_to_proto(error) if error is not None else None,

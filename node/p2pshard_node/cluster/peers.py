@@ -116,6 +116,15 @@ class Peers:
         """Ids of all members, this node included."""
         return {self.id} | {p.info.id for p in self.state.members()}
 
+    def resting(self) -> set[str]:
+        """Ids of the members that are to have no stage, as they say: paused, or about to leave."""
+        infos = (self.state.me, *(p.info for p in self.state.members()))
+        return {info.id for info in infos if info.duty != pb.DUTY_SERVING}
+
+    def serving(self) -> set[str]:
+        """Ids of the members that answer and may have stages."""
+        return self.alive() - self.resting()
+
     def known_elsewhere(self, node: str) -> bool:
         """Whether a member of this node's says that the node is one of its own."""
         return any(node in self._known_by.get(other, ()) for other in self.member_ids())
@@ -364,6 +373,11 @@ class Peers:
         """Ping every member now, to spread a change."""
         for event in self._kicks.values():
             event.set()
+
+    def changed(self) -> None:
+        """This node describes itself in another way than before: tell everybody."""
+        self.state.me = self._me()
+        self.kick()
 
     def message(self) -> pb.PingRequest:
         """What a ping says."""

@@ -117,6 +117,14 @@ class Planner:
         """Budgets, and the settings that are left to say of the nodes that have one."""
         members = self._members()
         without = {member_called(members, name, "exclude") for name in settings.exclude}
+        for pin in settings.layers:
+            if member_called(members, pin.node, "layers") in self._peers.resting():
+                raise NotReady(
+                    f"layers {pin.first}-{pin.last} are given to node {pin.node}, which is paused or leaving; "
+                    f"`p2pshard resume {pin.node}`, or give them to another node",
+                    state="planning",
+                    reason=f"node {pin.node} is paused",
+                )
         nodes = await self._measured(deployment, without)
         return nodes, usable_now(settings, self._members() | members, {n.node for n in nodes})
 
@@ -126,10 +134,17 @@ class Planner:
         started = time.monotonic()
         while True:
             nodes = self.nodes(deployment)
-            missing = (self._peers.alive() - {n.node for n in nodes} | self._unlinked(nodes)) - without
+            missing = (self._peers.serving() - {n.node for n in nodes} | self._unlinked(nodes)) - without
             starts = {
                 i.id: i.nonce for i in (self._peers.state.me, *(p.info for p in self._peers.state.members()))
             }
+            if not self._peers.serving():
+                raise DoesNotFit(
+                    "every node is paused or leaving; resume one with `p2pshard resume NODE`, or add one",
+                    shortfall_bytes=0,
+                    terms=[],
+                    suggestions=["p2pshard resume NODE"],
+                )
             now = time.monotonic()
             if (not missing and nodes) or now - started > FIRST_S:
                 break
@@ -165,7 +180,7 @@ class Planner:
                         booked[rank.node, rank.device] = (
                             booked.get((rank.node, rank.device), 0) + rank.total_bytes
                         )
-        alive = self._peers.alive()
+        serving = self._peers.serving()
         infos = [self._peers.state.me, *(p.info for p in self._peers.state.members())]
         return [
             NodeBudget(
@@ -180,7 +195,7 @@ class Planner:
                 dtypes=tuple(d.dtypes),
             )
             for info in infos
-            if info.id in alive
+            if info.id in serving
             for d in info.devices[:1]  # the device that the node was told to use
         ]
 

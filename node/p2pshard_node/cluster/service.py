@@ -14,10 +14,10 @@ import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from p2pshard.errors import Internal, InvalidRequest, ModelNotFound, P2PShardError, Refused
+from p2pshard.errors import Internal, InvalidRequest, ModelNotFound, NotReady, P2PShardError, Refused
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
-from p2pshard.transport.grpc_errors import abort
+from p2pshard.transport.grpc_errors import abort, error_to_proto
 
 from .checks import checked_info
 from .membership import MAX_GOSSIP
@@ -190,6 +190,23 @@ class ClusterService(rpc.ClusterServicer):
         self._caller(context)
         await self._cluster.take_unwant(request, relayed=_relayed(context))
         return pb.Empty()
+
+    @_unary
+    async def HandOver(self, request: pb.HandOverRequest, context: Any) -> pb.HandOverReply:
+        if self._caller(context) != request.node:
+            raise Refused("a node hands over its own layers alone")
+        try:
+            await self._cluster.coordinator.hand_over(request.node)
+        except NotReady:
+            raise  # ask whoever coordinates now
+        except P2PShardError as error:
+            return pb.HandOverReply(error=error_to_proto(error))
+        return pb.HandOverReply()
+
+    @_unary
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseReply:
+        self._caller(context)
+        return await self._cluster.pause("", resume=request.resume)
 
     # -- what this node has and does
     @_unary

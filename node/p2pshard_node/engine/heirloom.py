@@ -22,8 +22,8 @@ class Heirloom:
     head: nn.Module | None = None
 
     @classmethod
-    def of(cls, old: StageModules, part: Part) -> Heirloom:
-        """Take them out of ``old``, which is of no use afterwards.
+    def of(cls, old: StageModules, part: Part, *, shared: bool = False) -> Heirloom:
+        """Take them out of ``old``, which is of no use afterwards; ``shared``: leave them there too.
 
         Where embedding and head are one tensor, they are kept only when both parts have the same of the two.
         """
@@ -34,6 +34,8 @@ class Heirloom:
             found.embedding = base.embed_tokens
         if had.head and part.head and alike:
             found.norm, found.head = base.norm, model.lm_head
+        if shared:
+            return found
         for index in had.layers:
             base.layers[index] = Foreign()
         base.embed_tokens, base.norm, model.lm_head = Foreign(), Foreign(), Foreign()

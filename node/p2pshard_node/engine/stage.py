@@ -120,12 +120,14 @@ class StageModel:
         chunk_tokens: int,
         progress: Callable[[str, int, int], None] | None = None,
         follows: StageModel | None = None,
+        beside: bool = False,
         golden: numerics.Golden | None = None,
     ) -> StageModel:
         """Load a part of the model behind `source` and check it.
 
         `layers`: first and last, inclusive. `progress(phase, done, total)` counts weights. `follows`: a stage of the same
-        model in the same dtype, which hands over what both have and is of no use afterwards, whatever comes of this.
+        model in the same dtype, which hands over what both have and is of no use afterwards, whatever comes of this;
+        ``beside``: it shares that instead, and goes on.
         `golden`: as `rehearse` gave it for this dtype and device, in this process. Raises `UnsupportedModel` before anything
         is read where that can be told, `ModelCorrupt`, `InvalidRequest`.
         """
@@ -144,6 +146,7 @@ class StageModel:
             chunk_tokens=chunk_tokens,
             progress=progress,
             follows=follows,
+            beside=beside,
             golden=golden,
         )
 
@@ -164,6 +167,7 @@ class StageModel:
         progress: Callable[[str, int, int], None] | None = None,
         check: bool = True,
         follows: StageModel | None = None,
+        beside: bool = False,
         golden: numerics.Golden | None = None,
     ) -> StageModel:
         """As `load`, from an open set of weights; `weights` is called once the architecture is accepted."""
@@ -175,7 +179,10 @@ class StageModel:
             )
         part = Part(*layers, embedding=embedding, head=head)
         modules = build(config, part, DTYPES[dtype])
-        taken = follows.hand_over(part) if follows is not None else Heirloom()
+        if follows is None:
+            taken = Heirloom()
+        else:
+            taken = follows.share(part) if beside else follows.hand_over(part)
         taken.make_way(modules)
         if dtype in ("int8", "int4"):
             prepare(alive=lambda: progress(COMPILING, 0, 0) if progress else None)
@@ -198,6 +205,10 @@ class StageModel:
         if check:
             stage.self_check(golden)
         return stage
+
+    def share(self, part: Part) -> Heirloom:
+        """What a stage with that part, which is to follow this one, has in common with it."""
+        return Heirloom.of(self._modules, part, shared=True)
 
     def hand_over(self, part: Part) -> Heirloom:
         """What a stage with that part needs of this one. Pool, kernels and all else here are given up."""

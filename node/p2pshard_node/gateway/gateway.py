@@ -7,6 +7,7 @@ another: tokens are taken by the stream's reading task, and a client that falls 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -56,6 +57,7 @@ MAX_MESSAGES = 10_000
 """Of a chat: more than any context holds, and few enough to be checked and rendered in a moment."""
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
+_DRAIN_LOOK_S = 0.05
 _TEXT_MODELS = 4
 _OTHER_GATEWAYS = 8
 _ENCODERS = 2
@@ -114,7 +116,7 @@ class Gateway:
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encode")
         self._background: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closed = self._draining = False
 
     # -- for clients ----------------------------------------------------------------------------
     async def generate(
@@ -127,7 +129,7 @@ class Gateway:
         `ContextExceeded`, `ModelNotFound`, `NotReady`, `Overloaded`), and after it what ended it
         (`StageLost`, `Conflict`, `Internal` and so on).
         """
-        if self._closed:
+        if self._closed or self._draining:
             raise NotReady("this node is stopping; ask another one", state="stopping", reason="shutdown")
         sampling = _sampling(request)
         _check(request)
@@ -185,6 +187,14 @@ class Gateway:
         while len(self._texts) > _TEXT_MODELS:
             del self._texts[next(iter(self._texts))]
         return await asyncio.shield(task)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and let those that run end, for so long."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.ps():
+                    await asyncio.sleep(_DRAIN_LOOK_S)
 
     async def close(self) -> None:
         """End every request with `NotReady`, close every stream."""

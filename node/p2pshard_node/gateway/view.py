@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from p2pshard.models.manifest import Manifest
-from p2pshard.transport.generated.control_pb2 import Deployment, NodeInfo
+from p2pshard.transport.generated.control_pb2 import Deployment, NodeInfo, PauseReply
 
 __all__ = ["ClusterView", "DeploymentView", "TextStore"]
 
@@ -54,6 +54,9 @@ class ClusterView(DeploymentView, Protocol):
 
     def deploy(self, model_ref: str, settings_json: str, local_client: bool) -> AsyncIterator[dict[str, Any]]:
         """Ask for a deployment and yield its progress until it is ready; raises why it is refused."""
+
+    async def pause(self, node: str, *, resume: bool) -> PauseReply:
+        """Have a node step back, or serve again."""
 
     async def undeploy(self, model: str) -> None:
         """Raises `ModelNotFound`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -18,6 +19,7 @@ from p2pshard.credentials import Credentials
 from p2pshard.errors import Conflict, Internal, ModelCorrupt, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.frames import Limits
+from p2pshard_node.engine.heap import returned_at_once
 from p2pshard_node.engine.numerics import Golden
 from p2pshard_node.engine.sampling import sample_rows
 from p2pshard_node.engine.source import TensorSource
@@ -69,19 +71,14 @@ class _Loaded:
 
     def is_same(self, plan: Plan, index: int) -> bool:
         """Whether that stage is this one, in memory as it is."""
-        return _extent(self.plan, self.index) == _extent(plan, index)
-
-
-def _extent(plan: Plan, index: int) -> tuple[Any, ...]:
-    """All that a stage in memory is made for."""
-    stage = plan.stages[index]
-    return stage.layers, stage.embedding, stage.head, plan.blocks, plan.block_size, plan.chunk_tokens
+        return self.plan.extent(self.index) == plan.extent(index)
 
 
 class WorkerProcess:
     """One stage at a time of one deployment, from the first ``load`` to the end of the process.
 
-    A later ``load`` is of the next epoch: it ends the one before, and keeps what both stages have in memory.
+    A later ``load`` is of the next epoch. It keeps what both stages have in memory, and ends the one before: at once, or
+    when it is itself activated, if it was to be loaded beside it.
     """
 
     def __init__(self, channel: ControlChannel, credentials: Credentials | None = None) -> None:
@@ -89,7 +86,11 @@ class WorkerProcess:
         self._instance = secrets.token_hex(8)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._base_bytes = own_peak_bytes()
+        self._side = ThreadPoolExecutor(1, thread_name_prefix="load")
+        """For loads beside a stage that serves."""
         self._loaded: _Loaded | None = None
+        self._coming: _Loaded | None = None
+        """What was loaded beside it."""
         self._active: ActiveEpoch | None = None
         self._golden: dict[tuple[str, str], Golden] = {}
         """What the golden model gave, by dtype and device."""
@@ -127,7 +128,9 @@ class WorkerProcess:
             case "probe":
                 await self._answer(self._probe())
             case "load":
-                await self._answer(self._load(message))
+                await self._answer(self._load(message), _epoch_of(message))
+            case "discard":
+                await self._discard()
             case "rehearse":
                 await self._answer(self._rehearse(str(message["dtype"]), str(message["device"])))
             case "activate":
@@ -147,20 +150,21 @@ class WorkerProcess:
             golden = await loop.run_in_executor(self._thread, StageModel.rehearse, dtype, device)
             self._golden[dtype, device] = golden
 
-    async def _answer(self, work: Any) -> None:
+    async def _answer(self, work: Any, epoch: list[Any] | None = None) -> None:
+        """`epoch`: of the load that is answered."""
         try:
             await work
         except P2PShardError as error:
-            self._refuse(error)
+            self._refuse(error, epoch)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             log.exception("control message")
-            self._refuse(ProtocolError(f"malformed control message: {error!r}"))
+            self._refuse(ProtocolError(f"malformed control message: {error!r}"), epoch)
         except Exception as error:  # torch's and the model's own code may raise anything
             log.exception("control message")
-            self._refuse(Internal(f"{type(error).__name__}: {error}"))
+            self._refuse(Internal(f"{type(error).__name__}: {error}"), epoch)
 
-    def _refuse(self, error: P2PShardError) -> None:
-        self._channel.send({"ev": "refused", "error": error.to_wire()})
+    def _refuse(self, error: P2PShardError, epoch: list[Any] | None = None) -> None:
+        self._channel.send({"ev": "refused", "error": error.to_wire(), "epoch": epoch})
 
     # -- load -----------------------------------------------------------------------------------
     async def _load(self, message: dict[str, Any]) -> None:
@@ -173,7 +177,9 @@ class WorkerProcess:
         before = self._loaded
         if before is not None and not before.may_become(message["deployment"], plan, index):
             raise Conflict(f"this worker holds {before.deployment} already; start another one")
-        if self._active is not None:
+        beside = bool(message.get("beside")) and before is not None
+        self._coming = None
+        if not beside and self._active is not None:
             await self._active.close()
             self._active = None
         torch.set_num_threads(int(message.get("threads") or _available_threads()))
@@ -187,7 +193,7 @@ class WorkerProcess:
             progress("loading", 0, 0)  # the compute thread is free: whatever it was at has come to an end
             if before is not None and before.is_same(plan, index):
                 return before.model, 0
-            if before is not None:
+            if before is not None and not beside:
                 reset_peak_bytes()
             with TensorSource.open(message["source"]) as source:
                 if source.manifest.digest != plan.manifest:
@@ -207,26 +213,33 @@ class WorkerProcess:
                     chunk_tokens=plan.chunk_tokens,
                     progress=progress,
                     follows=before.model if before is not None else None,
+                    beside=beside,
                     golden=self._golden.get((plan.dtype, stage.ranks[0].device)),
                 )
                 return model, source.bytes_read
 
-        model, read = await loop.run_in_executor(self._thread, load)
+        # The plain way is watched while a stage is checked, which must not see the steps of the one that serves.
+        apart = beside and before is not None and not before.model.kernels.startswith("plain")
+        model, read = await loop.run_in_executor(self._side if apart else self._thread, load)
         if model.golden is not None:
             self._golden[plan.dtype, stage.ranks[0].device] = model.golden
         limits = Limits.of(plan, hidden_size=model.hidden_size, vocab_size=model.vocab_size)
         if before is not None:
             port = before.port
-            port.limits = limits
         else:
             port = DataPort(self._credentials, limits, lambda: self._active)
             first, last = message["ports"]
             await port.start(message["host"], range(first, last + 1))
         window = int(message.get("window") or len(plan.stages))
-        self._loaded = _Loaded(message["deployment"], plan, index, model, limits, window, port)
+        made = _Loaded(message["deployment"], plan, index, model, limits, window, port)
+        if beside:
+            self._coming = made
+        else:
+            self._loaded, port.limits = made, limits
         self._channel.send(
             {
                 "ev": "loaded",
+                "epoch": _epoch_of(message),
                 "port": port.port,
                 "weight_bytes": model.weight_bytes,
                 "kv_bytes": model.kv_bytes,
@@ -240,6 +253,12 @@ class WorkerProcess:
 
     # -- activate -------------------------------------------------------------------------------
     async def _activate(self, message: dict[str, Any]) -> None:
+        coming = self._coming
+        if coming is not None and list(message["epoch"]) == [coming.plan.epoch.n, coming.plan.epoch.proposer]:
+            if self._active is not None:
+                await self._active.close()
+            self._active, self._coming = None, None
+            self._loaded, coming.port.limits = coming, coming.limits
         loaded = self._loaded
         if loaded is None or loaded.deployment != message["deployment"]:
             raise Conflict(f"deployment {message['deployment']} is not loaded here")
@@ -264,6 +283,24 @@ class WorkerProcess:
             tell=self._channel.send,
         )
         self._active.start()
+        if loaded is coming:
+            await self._free()
+        self._channel.send({"ev": "activated", "epoch": list(epoch)})
+
+    async def _discard(self) -> None:
+        if self._coming is not None:
+            self._coming = None
+            await self._free()
+
+    async def _free(self) -> None:
+        """Give back the memory of a stage that was let go of."""
+
+        def free() -> None:
+            with returned_at_once():
+                gc.collect()  # modules whose own forward was put on them are cycles
+            reset_peak_bytes()
+
+        await asyncio.get_running_loop().run_in_executor(self._side, free)
 
     def _stats(self) -> dict[str, Any]:
         active, loaded = self._active, self._loaded
@@ -287,8 +324,16 @@ class WorkerProcess:
             await self._active.close()
         if self._loaded is not None:
             await self._loaded.port.stop()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._side):
+            thread.shutdown(wait=False, cancel_futures=True)
         self._channel.close()
+
+
+def _epoch_of(message: dict[str, Any]) -> list[Any] | None:
+    """The epoch that a load is for; None when the message does not say."""
+    plan = message.get("plan")
+    epoch = plan.get("epoch") if isinstance(plan, dict) else None
+    return [epoch.get("n"), epoch.get("proposer")] if isinstance(epoch, dict) else None
 
 
 def _target(address: Any) -> str | None:

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from p2pshard.transport.generated import generate_pb2 as _generate_pb2
 from p2pshard.transport.generated import plan_pb2 as _plan_pb2
 import builtins as _builtins
@@ -19,6 +20,28 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Duty:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DutyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Duty.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DUTY_SERVING: _Duty.ValueType  # 0
+    DUTY_PAUSED: _Duty.ValueType  # 1
+    """a member that holds no layers, until it is told otherwise"""
+    DUTY_LEAVING: _Duty.ValueType  # 2
+    """hands its layers over and goes"""
+
+class Duty(_Duty, metaclass=_DutyEnumTypeWrapper):
+    """Whether a node takes part in what is served."""
+
+DUTY_SERVING: Duty.ValueType  # 0
+DUTY_PAUSED: Duty.ValueType  # 1
+"""a member that holds no layers, until it is told otherwise"""
+DUTY_LEAVING: Duty.ValueType  # 2
+"""hands its layers over and goes"""
+Global___Duty: _TypeAlias = Duty  # noqa: Y015
 
 @_typing.final
 class Address(_message.Message):
@@ -112,6 +135,7 @@ class NodeInfo(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
+    DUTY_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """persistent"""
     name: _builtins.str
@@ -126,6 +150,7 @@ class NodeInfo(_message.Message):
     api_port: _builtins.int
     bytes_received: _builtins.int
     """tensor bytes fetched from other nodes"""
+    duty: Global___Duty.ValueType
     @_builtins.property
     def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]:
         """control port"""
@@ -152,10 +177,11 @@ class NodeInfo(_message.Message):
         bytes_received: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerCounts] | None = ...,
         loads: _abc.Iterable[Global___StageLoad] | None = ...,
+        duty: Global___Duty.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "api_port", b"api_port", "bytes_received", b"bytes_received", "cluster", b"cluster", "devices", b"devices", "id", b"id", "incarnation", b"incarnation", "loads", b"loads", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "api_port", b"api_port", "bytes_received", b"bytes_received", "cluster", b"cluster", "devices", b"devices", "duty", b"duty", "id", b"id", "incarnation", b"incarnation", "loads", b"loads", "name", b"name", "nonce", b"nonce", "protocol", b"protocol", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,6 +740,7 @@ class StageEndpoint(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     READ_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     node: _builtins.str
     port: _builtins.int
@@ -729,6 +756,10 @@ class StageEndpoint(_message.Message):
     """"invariant" or "tolerant", as measured on the loaded stage"""
     read_bytes: _builtins.int
     """of tensors, for this epoch: 0 when all was in memory"""
+    @_builtins.property
+    def epoch(self) -> _plan_pb2.Epoch:
+        """of which it is"""
+
     def __init__(
         self,
         *,
@@ -743,10 +774,11 @@ class StageEndpoint(_message.Message):
         fingerprint: _builtins.str = ...,
         numerics: _builtins.str = ...,
         read_bytes: _builtins.int = ...,
+        epoch: _plan_pb2.Epoch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_base_bytes", b"actual_base_bytes", "actual_kv_bytes", b"actual_kv_bytes", "actual_weight_bytes", b"actual_weight_bytes", "fingerprint", b"fingerprint", "node", b"node", "numerics", b"numerics", "peak_bytes", b"peak_bytes", "pid", b"pid", "port", b"port", "read_bytes", b"read_bytes", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_base_bytes", b"actual_base_bytes", "actual_kv_bytes", b"actual_kv_bytes", "actual_weight_bytes", b"actual_weight_bytes", "epoch", b"epoch", "fingerprint", b"fingerprint", "node", b"node", "numerics", b"numerics", "peak_bytes", b"peak_bytes", "pid", b"pid", "port", b"port", "read_bytes", b"read_bytes", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -804,10 +836,13 @@ class PrepareRequest(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     MANIFEST_HOLDERS_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     digest: _builtins.str
     """of the plan"""
     lease_s: _builtins.float
+    beside: _builtins.bool
+    """the epoch in force goes on serving until this one is committed"""
     @_builtins.property
     def epoch(self) -> _plan_pb2.Epoch: ...
     @_builtins.property
@@ -825,10 +860,11 @@ class PrepareRequest(_message.Message):
         plan: _plan_pb2.Plan | None = ...,
         lease_s: _builtins.float = ...,
         manifest_holders: _abc.Iterable[_builtins.str] | None = ...,
+        beside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "digest", b"digest", "epoch", b"epoch", "lease_s", b"lease_s", "manifest_holders", b"manifest_holders", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "deployment", b"deployment", "digest", b"digest", "epoch", b"epoch", "lease_s", b"lease_s", "manifest_holders", b"manifest_holders", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -996,6 +1032,7 @@ class EpochReport(_message.Message):
     PROMISED_PLAN_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
+    ACTIVE_PLAN_FIELD_NUMBER: _builtins.int
     active_digest: _builtins.str
     promised_digest: _builtins.str
     prepared: _builtins.bool
@@ -1008,7 +1045,11 @@ class EpochReport(_message.Message):
     def promised_plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]:
-        """of the stage that is loaded here"""
+        """of the stages that are loaded here"""
+
+    @_builtins.property
+    def active_plan(self) -> _plan_pb2.Plan:
+        """where the active epoch is in force"""
 
     def __init__(
         self,
@@ -1020,10 +1061,11 @@ class EpochReport(_message.Message):
         promised_plan: _plan_pb2.Plan | None = ...,
         endpoints: _abc.Iterable[Global___StageEndpoint] | None = ...,
         prepared: _builtins.bool = ...,
+        active_plan: _plan_pb2.Plan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "promised", b"promised", "promised_plan", b"promised_plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_plan", b"active_plan", "promised", b"promised", "promised_plan", b"promised_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_digest", b"active_digest", "endpoints", b"endpoints", "prepared", b"prepared", "promised", b"promised", "promised_digest", b"promised_digest", "promised_plan", b"promised_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_digest", b"active_digest", "active_plan", b"active_plan", "endpoints", b"endpoints", "prepared", b"prepared", "promised", b"promised", "promised_digest", b"promised_digest", "promised_plan", b"promised_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1200,6 +1242,48 @@ class WantReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WantReply: _TypeAlias = WantReply  # noqa: Y015
+
+@_typing.final
+class HandOverRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """whose layers are to go to others"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverRequest: _TypeAlias = HandOverRequest  # noqa: Y015
+
+@_typing.final
+class HandOverReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def error(self) -> _generate_pb2.Error:
+        """why they cannot"""
+
+    def __init__(
+        self,
+        *,
+        error: _generate_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverReply: _TypeAlias = HandOverReply  # noqa: Y015
 
 @_typing.final
 class ModelName(_message.Message):
@@ -1479,3 +1563,75 @@ class CancelOne(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelOne: _TypeAlias = CancelOne  # noqa: Y015
+
+@_typing.final
+class PauseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """name or id; empty: the node that is asked"""
+    resume: _builtins.bool
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        resume: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "resume", b"resume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+
+@_typing.final
+class PauseReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """id"""
+    name: _builtins.str
+    @_builtins.property
+    def error(self) -> _generate_pb2.Error:
+        """why its layers stay where they are"""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        name: _builtins.str = ...,
+        error: _generate_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "name", b"name", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseReply: _TypeAlias = PauseReply  # noqa: Y015
+
+@_typing.final
+class LeaveReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """of the daemon, which goes once its layers are handed over"""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveReply: _TypeAlias = LeaveReply  # noqa: Y015

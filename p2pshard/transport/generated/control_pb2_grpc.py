@@ -95,6 +95,16 @@ class ClusterStub:
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.UndeployRequest.SerializeToString,
                 response_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
                 _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/p2pshard.v1.Cluster/HandOver',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.HandOverReply.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/p2pshard.v1.Cluster/Pause',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.PauseReply.FromString,
+                _registered_method=True)
         self.Models = channel.unary_unary(
                 '/p2pshard.v1.Cluster/Models',
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
@@ -204,6 +214,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOver(self, request, context):
+        """to the coordinator, by a node that pauses or leaves
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """of this member
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Models(self, request, context):
         """in this node's own store
         """
@@ -305,6 +329,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Unwant,
                     request_deserializer=p2pshard_dot_v1_dot_control__pb2.UndeployRequest.FromString,
                     response_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.HandOverRequest.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.HandOverReply.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.PauseRequest.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.PauseReply.SerializeToString,
             ),
             'Models': grpc.unary_unary_rpc_method_handler(
                     servicer.Models,
@@ -672,6 +706,60 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Cluster/HandOver',
+            p2pshard_dot_v1_dot_control__pb2.HandOverRequest.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.HandOverReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Cluster/Pause',
+            p2pshard_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.PauseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Models(request,
             target,
             options=(),
@@ -888,6 +976,16 @@ class NodeStub:
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
                 response_deserializer=p2pshard_dot_v1_dot_control__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/p2pshard.v1.Node/Pause',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.PauseReply.FromString,
+                _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/p2pshard.v1.Node/Leave',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.LeaveReply.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/p2pshard.v1.Node/Shutdown',
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
@@ -955,8 +1053,21 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """from this machine only: hand over, then stop
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
-        """from this machine only
+        """from this machine only: stop at once
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1009,6 +1120,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Models,
                     request_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
                     response_serializer=p2pshard_dot_v1_dot_control__pb2.StatusReply.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.PauseRequest.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.PauseReply.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.Empty.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.LeaveReply.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -1259,6 +1380,60 @@ class Node:
             '/p2pshard.v1.Node/Models',
             p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
             p2pshard_dot_v1_dot_control__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Node/Pause',
+            p2pshard_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.PauseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Node/Leave',
+            p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.LeaveReply.FromString,
             options,
             channel_credentials,
             insecure,
