@@ -67,7 +67,7 @@ async def lab() -> AsyncIterator[Lab]:
         for index in range(3):
             gateway = Gateway(f"node-{'abc'[index]}", store, made.cluster)
             stack.push_async_callback(gateway.close)
-            server, door = make_server(None), Door(made.cluster, gateway, lambda: None)
+            server, door = make_server(None), Door(made.cluster, gateway, lambda: None, lambda: None)
             control_pb2_grpc.add_NodeServicer_to_server(door, server)
             port = bind(server, None, "127.0.0.1")
             await server.start()

@@ -52,12 +52,15 @@ class Alone:
 
     def __init__(self, folder: Path) -> None:
         self.leads = True
+        self.resting, self.serving = set[str](), {ME}
+        self.prepares: list[pb.PrepareRequest] = []
         self.report = pb.EpochReport()
         self.make: Callable[[pb.Deployment, Epoch], Awaitable[Plan]] = self.no_plan
         self.table = Deployments(folder / "deployments.json", ME)
         peers = SimpleNamespace(
             id=ME, member_ids=lambda: {ME}, alive=lambda: {ME}, silent=lambda n: False, refuses=lambda n: False, confirm=_nothing,
             known_elsewhere=lambda n: False, metadata=(),
+            resting=lambda: set(self.resting), serving=lambda: set(self.serving),
             state=SimpleNamespace(me=pb.NodeInfo(id=ME, name="ann"), peers={}),
         )  # fmt: skip
         member = SimpleNamespace(epochs=self.epochs, abort=self.abort, prepare=self.prepare)
@@ -77,8 +80,11 @@ class Alone:
     async def abort(self, request: pb.AbortRequest) -> None:
         return
 
+    refusal: P2PShardError = UnsupportedModel("not here")
+
     async def prepare(self, request: pb.PrepareRequest) -> AsyncIterator[pb.PrepareProgress]:
-        error = UnsupportedModel("not here")
+        self.prepares.append(request)
+        error = self.refusal
         yield pb.PrepareProgress(refused=error_to_proto(error))
 
     @staticmethod
@@ -158,6 +164,8 @@ async def test_who_begins_to_coordinate_breaks_what_is_ready_and_not_served(
     alone.make = make
     epoch = plan_pb2.Epoch(n=active, proposer=ME)
     alone.report = pb.EpochReport(prepared=prepared, active=epoch, promised=epoch)
+    if prepared:
+        alone.report.active_plan.CopyFrom(plan(active).to_proto())
     key = alone.add(row("m", "ready", 3))
     alone.coordinator.start()
     if expected == "broken":
@@ -320,11 +328,15 @@ def test_a_worker_of_an_earlier_epoch_says_nothing_of_the_one_that_is_promised(t
     reports: list[pb.StageEvent] = []
     one = member(tmp_path, reports)
     record = agreement.prepare(one._ledger.get("d"), Epoch(1, ME), plan(1), plan(1).digest(), 0.0)
-    one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
+    record = agreement.loaded(record, Epoch(1, ME), 0.0)
+    one._ledger.put(agreement.commit(record, Epoch(1, ME), plan(1).digest())[0])
     one._loaded_epochs["d"] = Epoch(1, ME)
-    one.worker_event("d", {"ev": "edge_lost", "stage": 0, "error": {}})
+    one.worker_event("d", {"ev": "edge_lost", "stage": 0, "error": {}, "epoch": [0, ME]})
+    assert reports == [], "of an epoch before"
+    one.worker_event("d", {"ev": "edge_lost", "stage": 0, "error": {}, "epoch": [1, ME]})
     assert [(r.kind, r.epoch.n) for r in reports] == [("lost", 1)]
-    assert not one._ledger.get("d").prepared, "a successor does not take it for one that serves"
+    after = one._ledger.get("d")
+    assert not after.prepared and not after.running, "a successor does not take it for one that serves"
     one._ledger.put(agreement.prepare(one._ledger.get("d"), Epoch(2, ME), plan(2), plan(2).digest(), 0.0))
     one.worker_event("d", {"ev": "exit", "reason": "killed"})
     assert len(reports) == 1
@@ -482,9 +494,9 @@ async def test_a_stage_that_was_given_up_stays_in_memory_while_its_deployment_is
     one._ledger.put(agreement.loaded(record, Epoch(1, ME), 0.0))
     await one.drop("d", Epoch(1, ME))
     assert not one._ledger.get("d").prepared and stopped == []
-    await one._make_room("e", Stage((0, 1), True, True, (Rank(ME, weight_bytes=40),)))
+    await one._make_room("e", 40)
     assert stopped == []
-    await one._make_room("e", Stage((0, 1), True, True, (Rank(ME, weight_bytes=41),)))
+    await one._make_room("e", 41)
     assert stopped == ["d"]
     held["d"] = 60
     await one._end_unwanted({"d"}, 0.0)
@@ -558,7 +570,7 @@ async def test_a_member_that_is_left_out_is_not_waited_for(tmp_path: Path) -> No
     me = pb.NodeInfo(id=ME, name="ann", devices=[pb.DeviceProfile(device="cpu", budget_bytes=100)])
     bob = pb.NodeInfo(id="b", name="bob")
     peers: Any = SimpleNamespace(
-        id=ME, alive=lambda: {ME, "b"}, links=Links(),
+        id=ME, alive=lambda: {ME, "b"}, serving=lambda: {ME, "b"}, links=Links(),
         state=SimpleNamespace(me=me, members=lambda: [SimpleNamespace(info=bob)]),
     )  # fmt: skip
     planner = Planner(peers, Deployments(tmp_path / "deployments.json", ME), cast(Any, None))
@@ -589,7 +601,7 @@ async def test_what_does_not_fit_without_a_suspected_member_waits_for_it_to_retu
     monkeypatch.setattr(planning, "plan_reply", reply)
     monkeypatch.setattr(planning, "plan_model", made)
     peers: Any = SimpleNamespace(
-        id=ME, alive=lambda: set(alive), member_ids=lambda: set(members), links=links,
+        id=ME, alive=lambda: set(alive), serving=lambda: set(alive), member_ids=lambda: set(members), links=links,
         state=SimpleNamespace(
             me=info(ME), members=lambda: [SimpleNamespace(info=info(n)) for n in members - {ME}]
         ),
@@ -616,3 +628,83 @@ async def test_what_does_not_fit_without_a_suspected_member_waits_for_it_to_retu
 def test_a_row_without_an_error_is_refused_as_not_ready() -> None:
     error: P2PShardError = _refusal(row("m", "broken"))
     assert isinstance(error, NotReady)
+
+
+# -- moving
+async def moving(alone: Alone, make: Callable[[pb.Deployment, Epoch], Awaitable[Plan]]) -> str:
+    """What is ready under epoch 3, on a node that steps back."""
+    alone.make = make
+    epoch = plan_pb2.Epoch(n=3, proposer=ME)
+    alone.report = pb.EpochReport(
+        prepared=True,
+        active=epoch,
+        promised=epoch,
+        promised_plan=plan(3).to_proto(),
+        active_plan=plan(3).to_proto(),
+    )
+    key = alone.add(row("m", "ready", 3))
+    alone.coordinator.start()
+    await asyncio.sleep(0.1)
+    assert alone.state(key) == "ready" and alone.prepares == [], "nothing moves before it has to"
+    alone.resting = {ME}
+    alone.coordinator.wake()
+    return key
+
+
+async def test_what_cannot_move_stays_ready_and_is_tried_again_when_others_are_there(alone: Alone) -> None:
+    tries: list[int] = []
+
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        tries.append(epoch.n)
+        raise DoesNotFit("too much", shortfall_bytes=7)
+
+    key = await moving(alone, make)
+    with pytest.raises(DoesNotFit):
+        async with asyncio.timeout(5):
+            await alone.coordinator.hand_over(ME)
+    await asyncio.sleep(0.2)
+    assert tries == [4] and alone.state(key) == "ready" and alone.prepares == []
+    alone.serving = {ME, "b"}
+    alone.coordinator.wake()
+    await come_true(lambda: len(tries) == 2)
+    assert alone.state(key) == "ready"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [(DoesNotFit("no room for both"), "broken"), (UnsupportedModel("not here"), "ready")],
+)
+async def test_the_next_epoch_is_prepared_beside_the_one_in_force_which_ends_only_where_both_have_no_room(
+    alone: Alone, refusal: P2PShardError, expected: str
+) -> None:
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        return plan(epoch.n)
+
+    alone.refusal = refusal
+    key = await moving(alone, make)
+    await come_true(lambda: alone.prepares)
+    first = alone.prepares[0]
+    assert first.beside and first.epoch.n == 4
+    if expected == "broken":
+        await come_true(lambda: len(alone.prepares) > 1)
+        assert not alone.prepares[1].beside, "it ends first, and is loaded as any other"
+    else:
+        await asyncio.sleep(0.3)
+        assert alone.state(key) == "ready" and len(alone.prepares) == 1
+
+
+async def test_a_loss_in_the_epoch_in_force_ends_the_move(alone: Alone) -> None:
+    async def make(_: pb.Deployment, epoch: Epoch) -> Plan:
+        await asyncio.sleep(0.3 if epoch.n == 4 else 0)
+        return plan(epoch.n)
+
+    key = await moving(alone, make)
+    await come_true(lambda: key in alone.coordinator._attempts)
+    event = pb.StageEvent(
+        deployment=key, epoch=plan_pb2.Epoch(n=3, proposer=ME), kind="lost",
+        error=error_to_proto(StageLost("gone", node=ME, layers=[0, 1])),
+    )  # fmt: skip
+    alone.coordinator.reported(event)
+    assert alone.state(key) == "broken"
+    await come_true(lambda: alone.prepares)
+    assert not alone.prepares[0].beside

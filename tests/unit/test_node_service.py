@@ -50,7 +50,9 @@ async def served() -> AsyncIterator[Served]:
     cluster.carried = gateway.ps
     stopped = asyncio.Event()
     server = make_server(None)
-    control_pb2_grpc.add_NodeServicer_to_server(NodeService(cluster, gateway, stopped.set), server)
+    control_pb2_grpc.add_NodeServicer_to_server(
+        NodeService(cluster, gateway, stopped.set, lambda: None), server
+    )
     port = bind(server, None, "127.0.0.1")
     await server.start()
     async with make_channel(f"127.0.0.1:{port}", None) as channel:

@@ -15,7 +15,7 @@ import pytest
 from p2pshard_node import supervisor as module
 from p2pshard_node.supervisor import Supervisor, exit_reason
 
-from p2pshard.errors import DoesNotFit, Internal, NotReady, P2PShardError, UnsupportedModel
+from p2pshard.errors import Conflict, DoesNotFit, Internal, NotReady, P2PShardError, UnsupportedModel
 from tests.waiting import come_true
 
 SCRIPT = """
@@ -51,8 +51,11 @@ while True:
                 say(ev="refused", error={"code": "conflict", "message": "it holds another", "details": {}})
                 continue
             say(ev="progress", phase="loading", done=1, total=2)
-            if how == "refuses":
-                say(ev="refused", error={"code": "unsupported_model", "message": "GPT-2 is not run here", "details": {}})
+            epoch = [message["plan"]["epoch"]["n"], message["plan"]["epoch"]["proposer"]]
+            if message["beside"] and how == "slow beside" and epoch[0] == 2:
+                time.sleep(0.3)
+            if how == "refuses" or (message["beside"] and how == "refuses beside"):
+                say(ev="refused", epoch=epoch, error={"code": "unsupported_model", "message": "GPT-2 is not run here", "details": {}})
                 continue
             if how == "hangs":
                 time.sleep(60)
@@ -61,9 +64,10 @@ while True:
                 time.sleep(60)
             if how == "dies loading":
                 os.kill(os.getpid(), 9)
-            say(ev="loaded", port=4321, weight_bytes=message["stage"], kv_bytes=0, base_bytes=1000, peak_bytes=2000)
+            say(ev="loaded", epoch=epoch, port=4321, weight_bytes=message["stage"], kv_bytes=0, base_bytes=1000, peak_bytes=2000)
         case "activate":
             say(ev="ready")
+            say(ev="activated", epoch=message.get("epoch", []))
         case "stats":
             say(ev="stats", peak_bytes=2000, blocks_used=3, blocks_total=8, sequences=1)
         case "stop" if how != "deaf":
@@ -90,11 +94,25 @@ class Rig:
     ) -> tuple[module.Worker, dict[str, Any]]:
         return await self.supervisor.load(
             key,
-            plan=plan,
+            plan={"epoch": {"n": 1, "proposer": "n"}, **plan},
             stage=stage,
             source=Path("/nowhere"),
             booked_bytes=booked,
             budget_bytes=budget,
+            progress=lambda *step: self.steps.append(step),
+        )
+
+    async def beside(
+        self, number: int, *, both: int = 1500, **plan: Any
+    ) -> tuple[module.Worker, dict[str, Any]]:
+        return await self.supervisor.load_beside(
+            "d",
+            plan={"epoch": {"n": number, "proposer": "n"}, **plan},
+            stage=number,
+            source=Path("/nowhere"),
+            booked_bytes=700,
+            both_bytes=both,
+            budget_bytes=1 << 40,
             progress=lambda *step: self.steps.append(step),
         )
 
@@ -277,3 +295,51 @@ async def test_a_probe_is_measured_once_and_then_read_from_the_disk(rig: Callabl
 def test_exits_in_words() -> None:
     assert "out of memory" in exit_reason(-9) and "out of memory" in exit_reason(137)
     assert exit_reason(-11) == "died of SIGSEGV" and exit_reason(3) == "exited with code 3"
+
+
+async def test_a_stage_is_loaded_beside_the_one_that_serves_and_follows_it(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    worker, _ = await one.load()
+    again, event = await one.beside(2)
+    assert again is worker and event["weight_bytes"] == 2
+    assert worker.stage == 5 and one.supervisor.used_bytes() == 1500, "it serves what it did, and has both"
+    one.supervisor.activate("d", {"deployment": "d", "epoch": [2, "n"]})
+    await come_true(lambda: worker.stage == 2)
+    assert one.supervisor.used_bytes() == 700 and worker.coming is None
+
+
+async def test_what_was_loaded_beside_and_is_given_up_leaves_the_other_as_it_was(
+    rig: Callable[..., Rig],
+) -> None:
+    one = rig()
+    worker, _ = await one.load()
+    await one.beside(2)
+    one.supervisor.discard("d")
+    assert (worker.stage, one.supervisor.used_bytes(), worker.coming) == (5, 1000, None)
+    one.supervisor.discard("d")  # as often as asked
+    with pytest.raises(Conflict, match="another dtype"):
+        await one.beside(3, dtype="int8")
+    assert one.supervisor.worker("d") is worker and one.supervisor.used_bytes() == 1000
+
+
+async def test_a_refused_load_beside_ends_nothing(rig: Callable[..., Rig]) -> None:
+    one = rig("refuses beside")
+    worker, _ = await one.load()
+    with pytest.raises(UnsupportedModel):
+        await one.beside(2)
+    assert one.supervisor.worker("d") is worker and alive(worker.pid)
+    assert one.supervisor.used_bytes() == 1000 and one.events == []
+
+
+async def test_the_answer_of_a_load_that_was_given_up_is_not_taken_for_the_next(
+    rig: Callable[..., Rig],
+) -> None:
+    one = rig("slow beside")
+    worker, _ = await one.load()
+    late = asyncio.create_task(one.beside(2))
+    await asyncio.sleep(0.1)
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    assert one.supervisor.worker("d") is worker
+    _, event = await one.beside(3)
+    assert event["weight_bytes"] == 3 and worker.coming is not None and worker.coming.stage == 3
