@@ -138,9 +138,23 @@ class Ring:
     """The workers of one plan."""
 
     def __init__(
-        self, plan: Plan, workers: list[WorkerHandle], ports: list[int], loaded: list[dict[str, Any]]
+        self, plan: Plan, workers: list[WorkerHandle], loader: Callable[[Plan, int], dict[str, Any]]
     ) -> None:
-        self.plan, self.workers, self.ports, self.loaded = plan, workers, ports, loaded
+        self.plan, self.workers, self._loader = plan, workers, loader
+        self.loaded: list[dict[str, Any]] = []
+
+    @property
+    def ports(self) -> list[int]:
+        return [event["port"] for event in self.loaded]
+
+    async def load(self, plan: Plan, **fields: Any) -> None:
+        """Load the plan's stages, one after the other; they are its own from now on."""
+        loaded = []
+        for index, worker in enumerate(self.workers):
+            after = len(worker.events)
+            worker.control.send({**self._loader(plan, index), **fields})
+            loaded.append(await worker.expect("loaded", after=after))
+        self.plan, self.loaded = plan, loaded
 
     def activate(self, index: int, *, next_port: int | None = None) -> None:
         last = len(self.ports) - 1
@@ -160,9 +174,10 @@ class Ring:
         )
 
     async def ready(self, seconds: float = 60) -> None:
+        after = len(self.workers[0].events)
         for index in range(len(self.workers)):
             self.activate(index)
-        await self.workers[0].expect("ready", seconds=seconds)
+        await self.workers[0].expect("ready", after=after, seconds=seconds)
 
     async def idle(self, seconds: float = 2.0) -> None:
         """No block and no sequence on any stage."""
@@ -193,33 +208,31 @@ async def ring(
     manifest = store.resolve(str(model), local_client=True).manifest
     plan = plan_of(manifest.digest, int(manifest.config["num_hidden_layers"]))
     workers: list[WorkerHandle] = []
+
+    def loader(plan: Plan, index: int) -> dict[str, Any]:
+        stage, source = plan.stages[index], folder / f"source-{index}.json"
+        entries = needed_tensors(manifest, *stage.layers, stage.embedding, stage.head)
+        store.write_source(manifest, entries, source)
+        return {
+            "op": "load",
+            "deployment": DEPLOYMENT,
+            "plan": plan.to_json(),
+            "stage": index,
+            "source": str(source),
+            "host": "127.0.0.1",
+            "ports": [0, 0],
+            "threads": 1,
+            "node": stage.node,
+            "next": None,
+        }
+
     try:
         for index in range(len(plan.stages)):
             workers.append(await WorkerHandle.spawn(core=cores[index] if cores else None))
-        loaded = []
-        for index, (stage, worker) in enumerate(zip(plan.stages, workers, strict=True)):
+        for worker in workers:
             await worker.expect("started")
-            source = folder / f"source-{index}.json"
-            store.write_source(
-                manifest, needed_tensors(manifest, *stage.layers, stage.embedding, stage.head), source
-            )
-            worker.control.send(
-                {
-                    "op": "load",
-                    "deployment": DEPLOYMENT,
-                    "plan": plan.to_json(),
-                    "stage": index,
-                    "source": str(source),
-                    "host": "127.0.0.1",
-                    "ports": [0, 0],
-                    "threads": 1,
-                    "node": stage.node,
-                    "next": None,
-                    **(load or {}),
-                }
-            )
-            loaded.append(await worker.expect("loaded"))
-        made = Ring(plan, workers, [e["port"] for e in loaded], loaded)
+        made = Ring(plan, workers, loader)
+        await made.load(plan, **(load or {}))
         if start:
             await made.ready()
         yield made

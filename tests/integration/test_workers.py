@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import random
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pshard.planning.plan import Plan
+from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.wire import with_wires
 from tests.attack import attack
 from tests.tiny import reference_tokens, write_tiny_llama
@@ -357,3 +358,58 @@ async def test_rounded_hidden_states_keep_logprobs_near(model: Path, tmp_path: P
         gaps = [abs(a[i] - b[i]) for a, b in zip(raw, rounded, strict=True) for i in a.keys() & b.keys()]
         assert len(gaps) > 10 * len(PROMPTS)
         assert 0 < max(gaps) < most, (wire, max(gaps))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_the_next_epoch_is_loaded_beside_the_one_that_serves(
+    model: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Other layers on both stages; answers go on meanwhile, and after the change where they were."""
+    plan = lambda m, n: make_plan(m, n, 2, cuts=[4], context=2048, dtype=dtype)  # noqa: E731
+    async with ring(model, tmp_path, plan) as r:
+        async with r.gateway() as gateway:
+            undisturbed = await gateway.generate("whole", PROMPTS[2], 600)
+            await gateway.submit("a", PROMPTS[2], 600)
+            await gateway.given("a", 20)
+            before, weights = len(gateway.tokens["a"]), [e["weight_bytes"] for e in r.loaded]
+            after = make_plan(r.plan.manifest, 6, 2, cuts=[3], context=2048, dtype=dtype)
+            after = dataclasses.replace(after, epoch=Epoch(2, "n0"))
+            await r.load(after, beside=True)
+            assert len(gateway.tokens["a"]) > before, "it served while it loaded"
+            assert not gateway.ends["a"].done()
+            read = [e["read_bytes"] for e in r.loaded]
+            assert read[0] == 0 < read[1], "a layer went from the first to the second"
+            assert r.loaded[0]["weight_bytes"] < weights[0]
+            await r.ready()
+            error = await gateway.end("a", 5)
+            assert error.code in ("conflict", "stage_lost")
+            given = gateway.tokens["a"]
+        async with r.gateway() as gateway:
+            rest = await gateway.generate("a", PROMPTS[2], 600, output_ids=given)
+            assert rest == undisturbed
+        await r.idle()
+
+
+async def test_what_is_loaded_beside_and_given_up_disturbs_nothing(model: Path, tmp_path: Path) -> None:
+    plan = lambda m, n: make_plan(m, n, 2, cuts=[4], context=2048, dtype="int8")  # noqa: E731
+    async with ring(model, tmp_path, plan) as r, r.gateway() as gateway:
+        expected = await gateway.generate("whole", PROMPTS[2], 300)
+        first, loaded = r.plan, r.loaded
+        await gateway.submit("a", PROMPTS[2], 300)
+        after = make_plan(first.manifest, 6, 2, cuts=[3], context=2048, dtype="int8")
+        await r.load(dataclasses.replace(after, epoch=Epoch(2, "n0")), beside=True)
+        for worker in r.workers:
+            worker.control.send({"op": "discard"})
+        assert await gateway.end("a") == "length" and gateway.tokens["a"] == expected
+        # the one that was given up cannot be activated any more; another can be prepared
+        r.workers[0].control.send(
+            {"op": "activate", "deployment": "dep-1", "epoch": [2, "n0"], "digest": r.plan.digest(),
+             "numerics": "invariant", "next": ["127.0.0.1", 1], "back": None}
+        )  # fmt: skip
+        async with asyncio.timeout(5):
+            while not any(e["ev"] == "refused" for e in r.workers[0].events):
+                await asyncio.sleep(0.01)
+        r.workers[0].events.clear()
+        await r.load(dataclasses.replace(after, epoch=Epoch(3, "n0")), beside=True)
+        r.plan, r.loaded = first, loaded
+        assert await gateway.generate("b", PROMPTS[2], 300) == expected

@@ -123,3 +123,23 @@ def test_a_chain_of_successors(tied: bool, models: dict[bool, Model]) -> None:
         stage = load(weights, config, (0, last), COUNT, dtype="int8", follows=stage)
     whole = load(DirectoryWeights(path), config, (0, 5), COUNT, dtype="int8")
     np.testing.assert_array_equal(run([stage], IDS, 7), run([whole], IDS, 7))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_that_is_loaded_beside_another_shares_with_it_and_leaves_it_as_it_was(
+    dtype: str, tied: bool, models: dict[bool, Model]
+) -> None:
+    config, path = models[tied]
+    weights = DirectoryWeights(path)
+    old = load(weights, config, (0, 3), COUNT, dtype=dtype, blocks=40, block_size=16)
+    before = outputs(old, 5)
+    weights.read.clear()
+    new = load(weights, config, (0, 5), COUNT, dtype=dtype, follows=old, beside=True, blocks=40, block_size=8)
+    assert layers_of(weights) == {4, 5}
+    fresh = load(DirectoryWeights(path), config, (0, 5), COUNT, dtype=dtype, blocks=40, block_size=8)
+    for _ in range(2):  # in turn: neither writes where the other reads
+        np.testing.assert_array_equal(outputs(old, 5), before)
+        np.testing.assert_array_equal(outputs(new, 5), outputs(fresh, 5))
+    del old
+    np.testing.assert_array_equal(outputs(new, 21), outputs(fresh, 21))
