@@ -226,6 +226,8 @@ class Deployment:
     """Why it does not serve, when it does not."""
     measured: tuple[MeasuredRank, ...] = ()
     progress: tuple[NodeProgress, ...] = ()
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Nodes, by id, that hold none of its layers, and why."""
     trace: Trace | None = None
     """Where its last steps spent their time; None before the first."""
 
@@ -247,6 +249,7 @@ class Deployment:
                     if r.get("pid")
                 ),
                 progress=tuple(NodeProgress.from_json(p) for p in value.get("progress") or ()),
+                idle={str(k): str(v) for k, v in (value.get("idle") or {}).items()},
                 trace=Trace.from_json(value["trace"]) if value.get("trace") else None,
             )
 

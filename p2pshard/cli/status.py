@@ -21,3 +21,7 @@ def command(client: Client, as_json: bool) -> None:
         console.print(not_joined_table(status))
     if status.deployments:
         console.print(deployments_table(status.deployments, status.names()))
+    for deployment in status.deployments:
+        for node, why in deployment.idle.items():
+            name = status.names().get(node, node[:12])
+            console.print(f"{name} holds no layers of {deployment.model}: {why}", markup=False)

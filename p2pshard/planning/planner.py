@@ -7,6 +7,7 @@ from typing import Any
 
 from p2pshard.errors import DoesNotFit
 from p2pshard.models.manifest import Manifest
+from p2pshard.planning.growth import Growth, grow
 from p2pshard.planning.memory import profile_model, resolve_dtype, smaller_dtypes
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
@@ -14,7 +15,7 @@ from p2pshard.planning.settings import Settings
 from p2pshard.planning.solver import make_plan
 from p2pshard.planning.wire import wire_rows
 
-__all__ = ["plan_model", "plan_reply"]
+__all__ = ["grow_plan", "plan_model", "plan_reply"]
 
 
 def plan_model(
@@ -35,6 +36,19 @@ def plan_model(
     model = profile_model(manifest, dtype, name)
     smaller = tuple(profile_model(manifest, other, name) for other in smaller_dtypes(dtype))
     return make_plan(nodes, model, links, settings, epoch, smaller=smaller, before=before)
+
+
+def grow_plan(
+    before: Plan,
+    nodes: Sequence[NodeBudget],
+    manifest: Manifest,
+    links: Iterable[LinkProfile],
+    settings: Settings,
+    streams: int,
+) -> Growth:
+    """Whether nodes that ``before`` leaves idle are worth moving for; the plan, if any, has its epoch."""
+    model = profile_model(manifest, resolve_dtype(manifest, settings.dtype), before.model)
+    return grow(before, nodes, model, links, settings, before.epoch, streams)
 
 
 def plan_reply(

@@ -66,6 +66,10 @@ class Cluster:
     count: int | None = None
     """Exactly so many stages."""
 
+    def ring(self, order: Sequence[int]) -> bool:
+        """Whether each node of an order, by number, reaches the next, and the last the first."""
+        return all(self.matrix[a][b] for a, b in zip(order, (*order[1:], order[0]), strict=True))
+
     def linked(self, a: str, b: str) -> bool:
         return a == b or frozenset((a, b)) in self.pairs
 
@@ -113,13 +117,13 @@ def make_plan(
         from p2pshard.planning.succession import succeed  # it asks for problems of this module
 
         if (kept := succeed(before, cluster, model, settings)) is not None:
-            return with_wires(_plan(kept, cluster, model, epoch), settings.wire, links, model.hidden)
+            return with_wires(plan_of(kept, cluster, model, epoch), settings.wire, links, model.hidden)
     found = fit(cluster, model, settings)
     if found is None:
         from p2pshard.planning.shortfall import refusal  # it asks "what if" of this module
 
         raise refusal(cluster, nodes, model, links, settings, smaller)
-    return with_wires(_plan(found, cluster, model, epoch), settings.wire, links, model.hidden)
+    return with_wires(plan_of(found, cluster, model, epoch), settings.wire, links, model.hidden)
 
 
 def choose_candidates(
@@ -293,7 +297,8 @@ def decode_speeds(bandwidths: Sequence[float]) -> tuple[float, ...]:
     return tuple(speeds[bandwidth] for bandwidth in bandwidths)
 
 
-def _plan(found: Fit, cluster: Cluster, model: ModelProfile, epoch: Epoch) -> Plan:
+def plan_of(found: Fit, cluster: Cluster, model: ModelProfile, epoch: Epoch) -> Plan:
+    """A fit with its bytes."""
     blocks = blocks_for(found.context, found.concurrency)
     problem = problem_of(cluster, model, found.context, found.concurrency, found.chunk_tokens)
     ends = found.ends or balance(problem, found.order)

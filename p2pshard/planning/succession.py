@@ -6,7 +6,7 @@ Else the nodes that are left share the layers anew, in the order they had, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from p2pshard.planning.ordering import Problem, balance
@@ -79,7 +79,7 @@ def _among_survivors(
     """The layers shared anew by those that are left, with the context they had if it fits, else the largest that does."""
     numbers = {node.node: number for number, node in enumerate(cluster.nodes)}
     order = tuple(numbers[s.node] for s in before.stages if s.node in numbers)
-    if not order or not _ring(cluster, order):
+    if not order or not cluster.ring(order):
         return None
 
     def at(chunk: int, context: int) -> Fit | None:
@@ -91,8 +91,3 @@ def _among_survivors(
         return found
     least = least_context(model, settings)
     return roomiest(at, least, least if settings.context is not None else sizes.context)
-
-
-def _ring(cluster: Cluster, order: Sequence[int]) -> bool:
-    matrix = cluster.matrix
-    return all(matrix[a][b] for a, b in zip(order, (*order[1:], order[0]), strict=True))

@@ -22,6 +22,7 @@ from p2pshard_node.cluster.state import Deployments, deployment_id
 
 from p2pshard.errors import DoesNotFit, NotReady, P2PShardError, StageLost, UnsupportedModel
 from p2pshard.models.manifest import Manifest, TensorEntry
+from p2pshard.planning.growth import Growth
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.planning.profiles import NodeBudget
 from p2pshard.planning.settings import Settings
@@ -53,6 +54,7 @@ class Alone:
     def __init__(self, folder: Path) -> None:
         self.leads = True
         self.resting, self.serving = set[str](), {ME}
+        self.growth, self.looks = Growth(None, "", {}), 0
         self.prepares: list[pb.PrepareRequest] = []
         self.report = pb.EpochReport()
         self.make: Callable[[pb.Deployment, Epoch], Awaitable[Plan]] = self.no_plan
@@ -72,7 +74,13 @@ class Alone:
             lambda r, e: self.make(r, e),
             lambda d: [],
             lambda r: self.table.write(r) and None,
+            self.grow,
+            lambda d: 0,
         )
+
+    async def grow(self, *_: object) -> Growth:
+        self.looks += 1
+        return self.growth
 
     async def epochs(self, *_: object) -> pb.EpochReport:
         return self.report

@@ -89,6 +89,8 @@ class Cluster:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pulling: set[str] = set()
         self._texts: dict[str, asyncio.Task[None]] = {}
+        self._idle: dict[str, str] = {}
+        """Why this node has no stage of what is served, as last logged."""
         self._holders: dict[str, list[str]] = {}
         self._ledger = Ledger.open(folder / "epochs")
         self.table = Deployments(folder / "deployments.json", identity.id)
@@ -118,6 +120,8 @@ class Cluster:
             self.planner.for_row,
             self.holders,
             self._publish,
+            self.planner.grown,
+            self._streams,
         )
         self.standby = Standby(self.peers, store, self.fetcher, supervisor, self._holders_of, copies=copies)
         self.service = ClusterService(self, self.peers, store)
@@ -260,6 +264,11 @@ class Cluster:
             self._spawn(self.member.remove(row.id, last_epoch(row)), "remove")
         if not row.wanted:
             return
+        why = row.idle.get(self._identity.id, "")
+        if why != self._idle.get(row.id, ""):
+            self._idle[row.id] = why
+            if why:
+                _log.info("%s is served without this node: %s", row.model, why)
         if row.state in ("loading", "ready") and row.manifest not in self._texts:
             self._texts[row.manifest] = asyncio.create_task(
                 self._fetch_text(row.manifest), name="fetch tokenizer"
@@ -426,6 +435,7 @@ class Cluster:
             "settings": parse_json(row.settings_json or "{}"),
             "plan": plan,
             "progress": self._progress(row.id),
+            "idle": dict(row.idle),
             "trace": trace,
         }
 
@@ -449,6 +459,13 @@ class Cluster:
             if info.id == node:
                 return next((w for w in info.workers if w.deployment == deployment), None)
         return None
+
+    def _streams(self, deployment: str) -> int:
+        """Sequences that the driver of a deployment last said it has."""
+        row = self.table.get(deployment)
+        first = next((e for e in row.endpoints if e.stage == 0), None) if row is not None else None
+        counts = self._counts(first.node, deployment) if first is not None else None
+        return counts.sequences if counts is not None else 0
 
     def kv(self) -> list[dict[str, Any]]:
         """``[{node, model, stage, blocks_used, blocks_total, sequences}]``: every stage's worker, the driver's (stage 0) first."""

@@ -4,8 +4,9 @@ An attempt asks all members for their epochs, then either sends a COMMIT again t
 accepted, or plans, prepares and commits anew. It ends ready (the driver has seen a token cross every stage),
 refused, or broken; a broken one is tried again with growing, random pauses, and at once when members change.
 
-What is ready moves when one of its nodes pauses or leaves: the next epoch is prepared beside the one in force, which
-serves until the commit. Where a member cannot hold both, the one in force ends first.
+What is ready moves when one of its nodes pauses or leaves, and when nodes that are idle would gain enough: the next
+epoch is prepared beside the one in force, which serves until the commit. Where a member cannot hold both, nothing is
+moved for a gain, and for a node that steps back the one in force ends first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -32,6 +33,7 @@ from p2pshard.errors import (
     StageLost,
     UnsupportedModel,
 )
+from p2pshard.planning.growth import Growth
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.channels import error_of
 from p2pshard.transport.generated import control_pb2 as pb
@@ -40,6 +42,7 @@ from p2pshard.transport.grpc_errors import error_from_proto, error_to_proto, fit
 from ..rounds import Rounds
 from ..tasks import failure_of
 from . import agreement
+from .growing import Growing
 from .member import Member, lost_stage
 from .peers import Peers
 from .proposal import Proposal
@@ -92,6 +95,8 @@ class Attempt:
     """What it was for is not wanted any more, or another node's to bring about."""
     moving: bool = False
     """The epoch in force serves meanwhile."""
+    growing: bool = False
+    """It moves only for a gain."""
     closing: bool = False
     """It takes back what it prepared, which nothing interrupts."""
 
@@ -110,7 +115,9 @@ class Attempt:
 
 
 class Coordinator:
-    """Acts only while ``leading()``. ``make_plan(row, epoch)`` raises `DoesNotFit`; ``publish(row)`` writes and spreads a row."""
+    """Acts only while ``leading()``. ``make_plan(row, epoch)`` raises `DoesNotFit`; ``publish(row)`` writes and spreads a row;
+    ``grow(row, plan, streams)`` says whether idle nodes are worth moving for while so many requests run, ``streams(deployment)``.
+    """
 
     def __init__(
         self,
@@ -121,9 +128,12 @@ class Coordinator:
         make_plan: Callable[[pb.Deployment, Epoch], Awaitable[Plan]],
         holders: Callable[[str], list[str]],
         publish: Callable[[pb.Deployment], None],
+        grow: Callable[[pb.Deployment, Plan, int], Awaitable[Growth]],
+        streams: Callable[[str], int],
     ) -> None:
         self._peers, self._table, self._member, self._leading = peers, table, member, leading
         self._make_plan, self._holders, self._publish = make_plan, holders, publish
+        self._grow, self._growing = grow, Growing(streams)
         self._attempts: dict[str, Attempt] = {}
         self._failures: dict[str, tuple[int, float]] = {}
         """By deployment: attempts failed in a row, and when the next is due."""
@@ -184,10 +194,12 @@ class Coordinator:
             self._led = True
             self._verifying = asyncio.create_task(self._verify(), name="verify what is ready")
             self._verifying.add_done_callback(self._verified)
+        self._growing.see(self._peers.member_ids())
         now = time.monotonic()
         for row in self._table.all():
             if not row.wanted:
                 self._failures.pop(row.id, None)
+                self._growing.forget(row.id)
                 self._stays.pop(row.id, None)
                 self._cancel(row.id)
             elif (
@@ -204,8 +216,12 @@ class Coordinator:
                         self.lost(node, "it answers nobody" if member else "it is no member now")
                         break
                 else:
-                    if row.id not in self._attempts and self._is_to_move(row.id, plan):
+                    if row.id in self._attempts:
+                        continue
+                    if self._is_to_move(row.id, plan):
                         self._try(row, Attempt(moving=True))
+                    elif self._growing.due(row.id, plan, self._peers.serving()):
+                        self._try(row, Attempt(moving=True, growing=True))
 
     def _try(self, row: pb.Deployment, attempt: Attempt) -> None:
         self._attempts[row.id] = attempt
@@ -250,6 +266,10 @@ class Coordinator:
         if now is None or not now.wanted or now.state != "ready":
             return
         plan = Plan.from_proto(now.plan)
+        if attempt.growing:
+            _log.warning("model=%s does not spread to more nodes: %s", now.model, error.message)
+            self._growing.rest(row.id)
+            return
         if attempt.epoch != agreement.ZERO and isinstance(error, (DoesNotFit, Conflict)):
             # There is a plan, and no room for it beside the one in force.
             _log.info("model=%s ends before it moves: %s", now.model, error.message)
@@ -380,6 +400,8 @@ class Coordinator:
         row.CopyFrom(known)
         row.state, row.reason = state, reason
         if "plan" in changes:
+            if changes["plan"].epoch != Epoch.from_proto(known.plan.epoch):
+                row.ClearField("idle")
             row.plan.CopyFrom(changes["plan"].to_proto())
         if "endpoints" in changes:
             del row.endpoints[:]
@@ -404,6 +426,9 @@ class Coordinator:
         assert row is not None, "attempts are of rows in the table"
         proposal: Proposal | None = None
         try:
+            growth = await self._look_for_growth(row) if attempt.growing else None
+            if growth is not None and growth.plan is None:
+                return
             if row.state == "broken" and row.HasField("plan"):
                 # Who is lost is known to nobody yet, perhaps: it has no place in the next plan.
                 await self._peers.confirm(Plan.from_proto(row.plan).nodes)
@@ -421,7 +446,14 @@ class Coordinator:
                 if not attempt.moving and row.state not in ("planning", "broken"):
                     self._set(deployment, "planning")
                 async with self._planning:
-                    plan = await self._make_plan(self._to_plan(row), Epoch(choice.n, self._peers.id))
+                    epoch = Epoch(choice.n, self._peers.id)
+                    if growth is not None and growth.plan is not None:
+                        plan = replace(growth.plan, epoch=epoch)
+                        _log.info(
+                            "model=%s spreads over %d nodes: %s", row.model, len(plan.nodes), growth.why
+                        )
+                    else:
+                        plan = await self._make_plan(self._to_plan(row), epoch)
                     proposal = Proposal(plan)
                     attempt.epoch = plan.epoch
                     if not attempt.moving:
@@ -446,6 +478,8 @@ class Coordinator:
             self._failures.pop(deployment, None)
             self._served.add(deployment)
             self._set(deployment, "ready", plan=measured, endpoints=ordered)
+            if attempt.growing:
+                self._growing.rest(deployment)
         except P2PShardError as error:
             if proposal is not None and not isinstance(error, Conflict) and not attempt.moving:
                 self._spoilt[deployment] = max(
@@ -463,6 +497,26 @@ class Coordinator:
             attempt.closing = True
             await self._abort(deployment, proposal)
             raise
+
+    async def _look_for_growth(self, row: pb.Deployment) -> Growth:
+        """Whether idle nodes are worth moving for; where not, they are told why."""
+        plan, serving = Plan.from_proto(row.plan), self._peers.serving()
+        load = self._growing.load(row.id)
+        growth = await self._grow(row, plan, load)
+        self._growing.judged(row.id, plan, serving, load)
+        now = self._table.get(row.id)
+        if (
+            growth.plan is None
+            and now is not None
+            and now.version == row.version
+            and dict(now.idle) != growth.idle
+        ):
+            told = pb.Deployment()
+            told.CopyFrom(now)
+            told.ClearField("idle")
+            told.idle.update(growth.idle)
+            self._publish(told)
+        return growth
 
     def _to_plan(self, row: pb.Deployment) -> pb.Deployment:
         """The row for the planner, which keeps to the plan it names as far as it can: not after that has failed twice."""

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from p2pshard.errors import DoesNotFit, NodeUnreachable, NotReady
+from p2pshard.planning.growth import Growth
 from p2pshard.planning.plan import Epoch, Plan
-from p2pshard.planning.planner import plan_model, plan_reply
+from p2pshard.planning.planner import grow_plan, plan_model, plan_reply
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
 from p2pshard.planning.settings import Settings
 from p2pshard.planning.solver import member_called
@@ -83,6 +84,14 @@ class Planner:
             except DoesNotFit:
                 if not await self._any_returned(suspected):
                     raise
+
+    async def grown(self, row: pb.Deployment, before: Plan, streams: int) -> Growth:
+        """Whether members that the plan in force leaves idle are worth moving for. Raises as `plan`."""
+        members = self._members()
+        settings = meant_now(Settings.from_json(row.settings_json), {*members, *members.values()})
+        found = await self._fetcher.manifest(row.manifest, sorted(self._peers.member_ids()))
+        nodes, usable = await self._usable(row.id, settings)
+        return await asyncio.to_thread(grow_plan, before, nodes, found, self.links(), usable, streams)
 
     async def dry_run(
         self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]

@@ -660,6 +660,26 @@ class Deployment(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class IdleEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
@@ -672,6 +692,7 @@ class Deployment(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     model: _builtins.str
@@ -697,6 +718,10 @@ class Deployment(_message.Message):
         """why it was refused, or is broken, typed"""
 
     @_builtins.property
+    def idle(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """nodes that the plan leaves without a stage, by id, and why; while ready"""
+
+    @_builtins.property
     def superseded(self) -> _plan_pb2.Epoch:
         """epochs up to this one were for what is no longer wanted: never committed again"""
 
@@ -715,11 +740,12 @@ class Deployment(_message.Message):
         reason: _builtins.str = ...,
         endpoints: _abc.Iterable[Global___StageEndpoint] | None = ...,
         error: _generate_pb2.Error | None = ...,
+        idle: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         superseded: _plan_pb2.Epoch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "plan", b"plan", "superseded", b"superseded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "error", b"error", "id", b"id", "manifest", b"manifest", "model", b"model", "plan", b"plan", "reason", b"reason", "settings_json", b"settings_json", "state", b"state", "superseded", b"superseded", "version", b"version", "wanted", b"wanted", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "error", b"error", "id", b"id", "idle", b"idle", "manifest", b"manifest", "model", b"model", "plan", b"plan", "reason", b"reason", "settings_json", b"settings_json", "state", b"state", "superseded", b"superseded", "version", b"version", "wanted", b"wanted", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,227 @@
+"""Whether nodes that a plan leaves idle would gain enough to move for, and the plan that has them. Pure.
+
+The nodes that have stages keep their order, and a newcomer comes between two of them, so that most layers stay where they
+are. It gains context, where none was asked for and the model has more, or speed for the requests that run now: a pipeline
+helps many at once and is a burden to one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from p2pshard.planning.ordering import Problem, balance
+from p2pshard.planning.plan import Epoch, Plan
+from p2pshard.planning.profiles import LinkProfile, ModelProfile, NodeBudget
+from p2pshard.planning.settings import Settings
+from p2pshard.planning.solver import (
+    Cluster,
+    Fit,
+    choose_candidates,
+    least_context,
+    plan_of,
+    problem_of,
+    roomiest,
+)
+from p2pshard.planning.wire import with_wires
+
+__all__ = ["LEAST_GAIN", "Growth", "grow", "tokens_per_s"]
+
+LEAST_GAIN = 1.15
+"""Predicted speed over speed now that a move is worth."""
+LEAST_CONTEXT_GAIN = 1.25
+_HOP_S = 1e-3
+"""What a stage costs each step besides its computing, on a link without delay; measured: 0.5 to 1.1 ms."""
+_UNMEASURED_GBPS = 10.0
+_MANY = 4
+"""Sequences from which the driver keeps several groups under way, of two at least."""
+_ROWS_FREE = {"int8": 2.0, "int4": 2.0}
+_ROWS_FREE_PLAIN = 16.0
+"""Rows of a step from which it takes longer, for it multiplies rather than reads. Measured on processors: quantised kernels
+take 3.5 to 3.7 times as long for 8 rows as for one."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What was found."""
+
+    plan: Plan | None
+    """To move to; None: stay."""
+    why: str
+    """For people: what it gains."""
+    idle: Mapping[str, str]
+    """Nodes that have no stage if nothing moves, by id, and why."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    fit: Fit
+    speed: float
+
+
+def tokens_per_s(
+    problem: Problem, order: Sequence[int], ends: Sequence[int], dtype: str, streams: int, hop_s: float
+) -> float:
+    """Predicted for so many sequences at once; good for comparing plans of one model.
+
+    A stage reads its weights for every group of sequences that passes, and needs longer for many rows. As many groups are
+    under way as there are stages, so the slowest stage sets the pace, or the way around where there are few.
+    """
+    stages = len(order)
+    groups = 1 if streams < _MANY else min(stages, streams // 2)
+    rows = streams / groups
+    slower = max(1.0, rows / _ROWS_FREE.get(dtype, _ROWS_FREE_PLAIN))
+    unit = 1e9 if any(speed != 1.0 for speed in problem.speeds) else _UNMEASURED_GBPS * 1e9
+    times = []
+    for number, start, end in zip(order, (0, *ends[:-1]), ends, strict=True):
+        work = sum(problem.work[start:end]) + problem.head_work * (end == len(problem.work))
+        times.append(work * slower / (problem.speeds[number] * unit))
+    cycle = max(groups * max(times), sum(times) + (stages * hop_s if stages > 1 else 0.0))
+    return streams / cycle
+
+
+def grow(
+    before: Plan,
+    nodes: Sequence[NodeBudget],
+    model: ModelProfile,
+    links: Iterable[LinkProfile],
+    settings: Settings,
+    epoch: Epoch,
+    streams: int,
+) -> Growth:
+    """``before``: the plan in force, of which every node is among ``nodes``; ``streams``: sequences that run at once."""
+    links = tuple(links)
+    cluster = choose_candidates(nodes, model, links, settings)
+    numbers = {node.node: number for number, node in enumerate(cluster.nodes)}
+    had = {stage.node for stage in before.stages}
+    spare = [n for n, node in enumerate(cluster.nodes) if node.node not in had]
+    outside = {
+        n.node: "excluded, or it does not compute in this dtype" for n in nodes if n.node not in numbers
+    }
+    fixed = _fixed(before, model, cluster, settings)
+    if fixed or not spare or had - set(numbers):
+        return Growth(None, "", outside | {cluster.nodes[n].node: fixed for n in spare})
+    sizes = Fit(
+        tuple(numbers[s.node] for s in before.stages),
+        before.context,
+        before.concurrency,
+        before.chunk_tokens,
+        tuple(s.layers[1] + 1 for s in before.stages),
+    )
+    search = _Search(cluster, model, before.dtype, max(1, streams), _hop_s(links))
+    idle = dict(outside)
+    now = search.rate(sizes)
+    found, why = _more_context(search, sizes, spare, settings), ""
+    if found is not None:
+        why = f"context {found.context:,} instead of {before.context:,}"
+    else:
+        option, gain = _faster(search, sizes, spare, now)
+        if option is not None and gain >= LEAST_GAIN:
+            found = option.fit
+            why = f"{gain:.2f} times the speed with {search.streams} requests at once"
+        for number in spare:
+            idle[cluster.nodes[number].node] = _why_idle(option, gain, search.streams)
+    if found is None:
+        return Growth(None, "", idle)
+    plan = with_wires(plan_of(found, cluster, model, epoch), settings.wire, links, model.hidden)
+    return Growth(plan, why, {k: v for k, v in idle.items() if k not in plan.nodes})
+
+
+def _fixed(before: Plan, model: ModelProfile, cluster: Cluster, settings: Settings) -> str:
+    """Why the plan takes no more nodes, whatever they offer; empty when it might."""
+    if settings.nodes is not None:
+        return f"--nodes {settings.nodes} was asked for"
+    if settings.layers:
+        return "layers were given to nodes by hand"
+    if before.dtype != model.dtype or len(before.replicas) != 1:
+        return "another dtype was asked for"
+    if len(before.stages) >= model.layers:
+        return "every stage has one layer"
+    return ""
+
+
+def _why_idle(option: _Option | None, gain: float, streams: int) -> str:
+    if option is None:
+        return "it has too little memory for a layer, or no link to the nodes beside it"
+    return (
+        f"the layers fit without it, and with {streams} request{'s'[: streams != 1]} at once it is predicted to make "
+        f"{gain:.2f} times the speed; {LEAST_GAIN} is worth moving for"
+    )
+
+
+def _hop_s(links: Sequence[LinkProfile]) -> float:
+    return _HOP_S + (median(link.rtt_ms for link in links) / 1000 if links else 0.0)
+
+
+@dataclass(frozen=True)
+class _Search:
+    cluster: Cluster
+    model: ModelProfile
+    dtype: str
+    streams: int
+    hop_s: float
+
+    def problem(self, sizes: Fit) -> Problem:
+        return problem_of(self.cluster, self.model, sizes.context, sizes.concurrency, sizes.chunk_tokens)
+
+    def rate(self, fit: Fit) -> float:
+        assert fit.ends is not None, "cut"
+        return tokens_per_s(self.problem(fit), fit.order, fit.ends, self.dtype, self.streams, self.hop_s)
+
+    def with_one(self, sizes: Fit, number: int) -> _Option | None:
+        """The best place for one more node among those that there are."""
+        problem = self.problem(sizes)
+        best: _Option | None = None
+        # behind the others first: of equals the first is kept, and the first stage's driver stays where it is
+        for place in (*range(1, len(sizes.order) + 1), 0):
+            order = (*sizes.order[:place], number, *sizes.order[place:])
+            if not self.cluster.ring(order):
+                continue
+            ends = balance(problem, order)
+            if ends is None:
+                continue
+            fit = replace(sizes, order=order, ends=ends)
+            if best is None or self.rate(fit) > best.speed * 1.001:
+                best = _Option(fit, self.rate(fit))
+        return best
+
+
+def _faster(search: _Search, sizes: Fit, spare: Sequence[int], now: float) -> tuple[_Option | None, float]:
+    """The option with the best speed, one node more at a time, and how much faster it is."""
+    best: _Option | None = None
+    reached, left = sizes, list(spare)
+    while left and len(reached.order) < search.model.layers:
+        options = [(o, n) for n in left if (o := search.with_one(reached, n)) is not None]
+        if not options:
+            break
+        option, number = max(options, key=lambda pair: pair[0].speed)
+        if best is not None and option.speed < best.speed * LEAST_GAIN:
+            break
+        best, reached = option, option.fit
+        left.remove(number)
+    return best, best.speed / now if best is not None else 0.0
+
+
+def _more_context(search: _Search, sizes: Fit, spare: Sequence[int], settings: Settings) -> Fit | None:
+    """The first nodes more that give much more context, where people asked for none."""
+    most = search.model.max_context
+    if settings.context is not None or sizes.context * LEAST_CONTEXT_GAIN > most:
+        return None
+    reached = sizes
+    for number in spare:
+        option = search.with_one(reached, number)
+        if option is None:
+            continue
+        reached = option.fit
+        order = reached.order
+
+        def at(chunk: int, context: int, order: tuple[int, ...] = order) -> Fit | None:
+            tried = Fit(order, context, sizes.concurrency, chunk)
+            ends = balance(search.problem(tried), order)
+            return replace(tried, ends=ends) if ends is not None else None
+
+        found = roomiest(at, least_context(search.model, settings), most)
+        if found is not None and found.context >= sizes.context * LEAST_CONTEXT_GAIN:
+            return found
+    return None
