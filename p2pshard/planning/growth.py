@@ -26,13 +26,15 @@ from p2pshard.planning.solver import (
 )
 from p2pshard.planning.wire import with_wires
 
-__all__ = ["LEAST_GAIN", "Growth", "grow", "tokens_per_s"]
+__all__ = ["LEAST_GAIN", "Growth", "Pace", "grow", "tokens_per_s"]
 
 LEAST_GAIN = 1.15
 """Predicted speed over speed now that a move is worth."""
 LEAST_CONTEXT_GAIN = 1.25
 _HOP_S = 1e-3
 """What a stage costs each step besides its computing, on a link without delay; measured: 0.5 to 1.1 ms."""
+_PING_S = 2e-3
+"""Of the time of a ping, what may be the daemons' own on busy machines."""
 _UNMEASURED_GBPS = 10.0
 _MANY = 4
 """Sequences from which the driver keeps several groups under way, of two at least."""
@@ -40,6 +42,17 @@ _ROWS_FREE = {"int8": 2.0, "int4": 2.0}
 _ROWS_FREE_PLAIN = 16.0
 """Rows of a step from which it takes longer, for it multiplies rather than reads. Measured on processors: quantised kernels
 take 3.5 to 3.7 times as long for 8 rows as for one."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What decoding takes under the plan in force, as measured: nodes are slower than their memory where they share
+    their processors, and attention takes longer the more there is to look at."""
+
+    step_s: float
+    """All stages' computing for one step, summed."""
+    rows: float
+    """Of such a step."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +74,38 @@ class _Option:
 
 
 def tokens_per_s(
-    problem: Problem, order: Sequence[int], ends: Sequence[int], dtype: str, streams: int, hop_s: float
+    problem: Problem,
+    order: Sequence[int],
+    ends: Sequence[int],
+    dtype: str,
+    streams: int,
+    hop_s: float,
+    slowness: float = 1.0,
 ) -> float:
     """Predicted for so many sequences at once; good for comparing plans of one model.
 
-    A stage reads its weights for every group of sequences that passes, and needs longer for many rows. As many groups are
-    under way as there are stages, so the slowest stage sets the pace, or the way around where there are few.
+    ``slowness``: how many times longer computing takes than memory bandwidth says. A stage reads its weights for every
+    group of sequences that passes, and needs longer for many rows. As many groups are under way as there are stages, so
+    the slowest stage sets the pace, or the way around where there are few.
     """
     stages = len(order)
     groups = 1 if streams < _MANY else min(stages, streams // 2)
-    rows = streams / groups
+    times = [t * slowness for t in _times(problem, order, ends, dtype, streams / groups)]
+    cycle = max(groups * max(times), sum(times) + (stages * hop_s if stages > 1 else 0.0))
+    return streams / cycle
+
+
+def _times(
+    problem: Problem, order: Sequence[int], ends: Sequence[int], dtype: str, rows: float
+) -> list[float]:
+    """Seconds that each stage computes for a step of so many rows, by its memory bandwidth."""
     slower = max(1.0, rows / _ROWS_FREE.get(dtype, _ROWS_FREE_PLAIN))
     unit = 1e9 if any(speed != 1.0 for speed in problem.speeds) else _UNMEASURED_GBPS * 1e9
     times = []
     for number, start, end in zip(order, (0, *ends[:-1]), ends, strict=True):
         work = sum(problem.work[start:end]) + problem.head_work * (end == len(problem.work))
         times.append(work * slower / (problem.speeds[number] * unit))
-    cycle = max(groups * max(times), sum(times) + (stages * hop_s if stages > 1 else 0.0))
-    return streams / cycle
+    return times
 
 
 def grow(
@@ -89,8 +116,10 @@ def grow(
     settings: Settings,
     epoch: Epoch,
     streams: int,
+    pace: Pace | None = None,
 ) -> Growth:
-    """``before``: the plan in force, of which every node is among ``nodes``; ``streams``: sequences that run at once."""
+    """``before``: the plan in force, of which every node is among ``nodes``; ``streams``: sequences that run at once;
+    ``pace``: how long they take now, if that is known."""
     links = tuple(links)
     cluster = choose_candidates(nodes, model, links, settings)
     numbers = {node.node: number for number, node in enumerate(cluster.nodes)}
@@ -109,7 +138,9 @@ def grow(
         before.chunk_tokens,
         tuple(s.layers[1] + 1 for s in before.stages),
     )
-    search = _Search(cluster, model, before.dtype, max(1, streams), _hop_s(links))
+    search = _Search(cluster, model, before.dtype, streams, _hop_s(links))
+    if pace is not None:
+        search = replace(search, slowness=search.compared(sizes, pace))
     idle = dict(outside)
     now = search.rate(sizes)
     found, why = _more_context(search, sizes, spare, settings), ""
@@ -151,7 +182,8 @@ def _why_idle(option: _Option | None, gain: float, streams: int) -> str:
 
 
 def _hop_s(links: Sequence[LinkProfile]) -> float:
-    return _HOP_S + (median(link.rtt_ms for link in links) / 1000 if links else 0.0)
+    rtt_s = median(link.rtt_ms for link in links) / 1000 if links else 0.0
+    return _HOP_S + max(0.0, rtt_s - _PING_S) / 2
 
 
 @dataclass(frozen=True)
@@ -161,13 +193,22 @@ class _Search:
     dtype: str
     streams: int
     hop_s: float
+    slowness: float = 1.0
+
+    def compared(self, sizes: Fit, pace: Pace) -> float:
+        """How many times longer computing takes than predicted."""
+        assert sizes.ends is not None, "cut"
+        times = _times(self.problem(sizes), sizes.order, sizes.ends, self.dtype, pace.rows)
+        return pace.step_s / sum(times)
 
     def problem(self, sizes: Fit) -> Problem:
         return problem_of(self.cluster, self.model, sizes.context, sizes.concurrency, sizes.chunk_tokens)
 
     def rate(self, fit: Fit) -> float:
         assert fit.ends is not None, "cut"
-        return tokens_per_s(self.problem(fit), fit.order, fit.ends, self.dtype, self.streams, self.hop_s)
+        return tokens_per_s(
+            self.problem(fit), fit.order, fit.ends, self.dtype, self.streams, self.hop_s, self.slowness
+        )
 
     def with_one(self, sizes: Fit, number: int) -> _Option | None:
         """The best place for one more node among those that there are."""

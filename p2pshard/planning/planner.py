@@ -7,7 +7,7 @@ from typing import Any
 
 from p2pshard.errors import DoesNotFit
 from p2pshard.models.manifest import Manifest
-from p2pshard.planning.growth import Growth, grow
+from p2pshard.planning.growth import Growth, Pace, grow
 from p2pshard.planning.memory import profile_model, resolve_dtype, smaller_dtypes
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
@@ -45,10 +45,11 @@ def grow_plan(
     links: Iterable[LinkProfile],
     settings: Settings,
     streams: int,
+    pace: Pace | None,
 ) -> Growth:
-    """Whether nodes that ``before`` leaves idle are worth moving for; the plan, if any, has its epoch."""
+    """As `growth.grow`; the plan, if any, has the epoch of the one before."""
     model = profile_model(manifest, resolve_dtype(manifest, settings.dtype), before.model)
-    return grow(before, nodes, model, links, settings, before.epoch, streams)
+    return grow(before, nodes, model, links, settings, before.epoch, streams, pace)
 
 
 def plan_reply(

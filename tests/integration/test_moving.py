@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +15,8 @@ import pytest
 from p2pshard import Client
 from p2pshard.errors import DoesNotFit, InvalidRequest
 from tests import agreement_watch
+from tests.local_cluster import LocalCluster
+from tests.tiny import write_tiny_llama
 from tests.town import ASKED, PROMPT, Asking, Town, check, four_daemons, stages_of, whole_answer
 from tests.waiting import until
 
@@ -149,3 +153,52 @@ def test_a_second_signal_ends_a_node_that_leaves_at_once(town: Town) -> None:
     assert victim.process.wait(timeout=10) == 0
     asking.cancel()
     asking.join(20)
+
+
+def test_a_node_that_joins_is_used_when_many_requests_run_and_told_why_when_not(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "models" / "tiny", layers=12, hidden=768, inner=768)
+    with LocalCluster(tmp_path, "--memory", "2GB", nodes=2) as cluster:
+        first = cluster.nodes[0]
+        cluster.wait_measured()
+        with Client([first.address]) as client:
+            client.deploy(str(path), context=2048, concurrency=8, dtype="int8")
+            expected = whole_answer(client, PROMPT, 1000, **ASKED[0]).token_ids
+
+            def row() -> dict[str, Any]:
+                return dict(cluster.status(first)["deployments"][0])
+
+            (holder,) = (s["ranks"][0]["node"] for s in stages_of(row()))
+            idle = next(n["id"] for n in cluster.status(first)["nodes"] if n["id"] != holder)
+            until(lambda: row()["idle"].get(idle), 20, lambda: str(row()))
+            assert "1 request at once" in row()["idle"][idle]
+            known = {n["id"]: n["name"] for n in cluster.status(first)["nodes"]}
+            left_out = next(n for n in cluster.nodes if n.name == known[idle])
+            assert "is served without this node" in left_out.log()
+            assert "holds no layers of tiny" in " ".join(first.cli("status").stdout.split())
+
+            answers: list[Any] = [None] * 8
+            longest = [0.0] * 8
+
+            def ask(i: int) -> None:
+                stream = client.generate("tiny", PROMPT, max_tokens=1000, ignore_eos=True, temperature=0)
+                last = time.monotonic()
+                for _ in stream:
+                    now = time.monotonic()
+                    longest[i], last = max(longest[i], now - last), now
+                answers[i] = stream.result().token_ids
+
+            threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+            for thread in threads:
+                thread.start()
+            until(lambda: len(stages_of(row())) == 2, 60, lambda: str(row()))
+            running = sum(t.is_alive() for t in threads)
+            for thread in threads:
+                thread.join()
+            assert answers == [expected] * 8
+            print(f"{running} still ran when it had moved; the longest pause was {max(longest):.2f} s")
+            assert running == 8
+            stages = stages_of(row())
+            assert stages[0]["ranks"][0]["node"] == holder and stages[0]["ranks"][0]["read_bytes"] == 0
+            epoch = row()["plan"]["epoch"]
+            time.sleep(8)  # the load is gone: that is no reason to move again
+            assert row()["plan"]["epoch"] == epoch

@@ -6,7 +6,7 @@ import pytest
 from p2pshard_node.cluster import growing
 from p2pshard_node.cluster.growing import Growing
 
-from p2pshard.planning.growth import LEAST_GAIN, Growth, grow
+from p2pshard.planning.growth import LEAST_GAIN, Growth, Pace, grow
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.profiles import LinkProfile, ModelProfile, NodeBudget
 from p2pshard.planning.settings import Pin, Settings
@@ -39,10 +39,11 @@ def grown(
     streams: int,
     settings: Settings | None = None,
     *cut: set[str],
+    pace: Pace | None = None,
 ) -> tuple[Plan, Growth]:
     settings = settings or Settings(context=2048)
     plan, nodes = planned(before, settings), [*before, *newcomers]
-    return plan, grow(plan, nodes, MODEL, links(nodes, *cut), settings, Epoch(2, "a"), streams)
+    return plan, grow(plan, nodes, MODEL, links(nodes, *cut), settings, Epoch(2, "a"), streams, pace)
 
 
 SMALL = [node(n, 560) for n in "abc"]
@@ -69,6 +70,16 @@ def test_one_node_is_enough_for_one_request_and_two_for_many() -> None:
     assert grown([node("a")], [node("b")], 1)[1].plan is None
     growth = grown([node("a")], [node("b")], 8)[1]
     assert growth.plan is not None and growth.plan.nodes == ("a", "b")
+
+
+def test_what_steps_take_now_decides_where_the_way_around_costs_as_much() -> None:
+    """By its memory alone a fast node has nothing to gain from another; one that shares its processors has."""
+    fast = [node("a", gbps=2000)]
+    assert grown(fast, [node("b", gbps=2000)], 8)[1].plan is None
+    slow = grown(fast, [node("b", gbps=2000)], 8, pace=Pace(step_s=0.1, rows=8))[1]
+    assert slow.plan is not None
+    quick = grown([node("a")], [node("b")], 8, pace=Pace(step_s=0.001, rows=8))[1]
+    assert quick.plan is None
 
 
 def test_a_slow_newcomer_is_not_worth_it_and_several_may_be() -> None:
@@ -134,12 +145,12 @@ def watch(clock: Clock, streams: dict[str, int]) -> tuple[Growing, Plan]:
 def test_the_load_is_what_lasted(clock: Clock) -> None:
     streams = {"m": 8}
     one, _ = watch(clock, streams)
-    assert one.load("m") == 0
+    assert one.load("m") == 1
     for count in (8, 8, 8, 2, 8, 8, 8, 8, 8, 8, 8, 8):
         clock.now += 1
         streams["m"] = count
         load = one.load("m")
-        assert load in ((0, 8) if clock.now < 1005 else (2, 8))
+        assert load in ((1, 8) if clock.now < 1005 else (2, 8))
     assert load == 8
 
 
@@ -152,7 +163,7 @@ def test_it_is_asked_again_only_when_something_changed(clock: Clock) -> None:
     clock.now += growing.STEADY_S
     one.see(everyone)
     assert one.due("m", plan, everyone)
-    one.judged("m", plan, everyone, 0)
+    one.judged("m", plan, everyone, 1)
     clock.now += growing.ASK_S
     assert not one.due("m", plan, everyone)
     assert not one.due("m", plan, {"a", "b", "c"}), "nobody is idle"

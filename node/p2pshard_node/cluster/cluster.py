@@ -20,6 +20,7 @@ from p2pshard.errors import (
 )
 from p2pshard.json_text import parse_json
 from p2pshard.models.reference import parse_reference
+from p2pshard.planning.growth import Growth, Pace
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.settings import Settings
 from p2pshard.planning.solver import member_called
@@ -120,7 +121,7 @@ class Cluster:
             self.planner.for_row,
             self.holders,
             self._publish,
-            self.planner.grown,
+            self._grown,
             self._streams,
         )
         self.standby = Standby(self.peers, store, self.fetcher, supervisor, self._holders_of, copies=copies)
@@ -460,12 +461,23 @@ class Cluster:
                 return next((w for w in info.workers if w.deployment == deployment), None)
         return None
 
-    def _streams(self, deployment: str) -> int:
-        """Sequences that the driver of a deployment last said it has."""
+    def _driver(self, deployment: str) -> pb.WorkerCounts | None:
+        """What the driver of a deployment last said of itself."""
         row = self.table.get(deployment)
         first = next((e for e in row.endpoints if e.stage == 0), None) if row is not None else None
-        counts = self._counts(first.node, deployment) if first is not None else None
+        return self._counts(first.node, deployment) if first is not None else None
+
+    def _streams(self, deployment: str) -> int:
+        counts = self._driver(deployment)
         return counts.sequences if counts is not None else 0
+
+    async def _grown(self, row: pb.Deployment, plan: Plan, streams: int) -> Growth:
+        counts, pace = self._driver(row.id), None
+        if counts is not None and counts.trace.decode.steps and counts.trace.decode.tokens:
+            decode = counts.trace.decode
+            step_s = sum(stage.compute_ms.median for stage in decode.stages) / 1000
+            pace = Pace(step_s, decode.tokens / decode.steps) if step_s > 0 else None
+        return await self.planner.grown(row, plan, streams, pace)
 
     def kv(self) -> list[dict[str, Any]]:
         """``[{node, model, stage, blocks_used, blocks_total, sequences}]``: every stage's worker, the driver's (stage 0) first."""

@@ -269,6 +269,8 @@ class Coordinator:
         if attempt.growing:
             _log.warning("model=%s does not spread to more nodes: %s", now.model, error.message)
             self._growing.rest(row.id)
+            why = f"the layers were to be shared with it, and could not be handed over: {error.message}"
+            self._tell_idle(now, dict.fromkeys(self._peers.serving() - set(plan.nodes), why))
             return
         if attempt.epoch != agreement.ZERO and isinstance(error, (DoesNotFit, Conflict)):
             # There is a plan, and no room for it beside the one in force.
@@ -505,18 +507,17 @@ class Coordinator:
         growth = await self._grow(row, plan, load)
         self._growing.judged(row.id, plan, serving, load)
         now = self._table.get(row.id)
-        if (
-            growth.plan is None
-            and now is not None
-            and now.version == row.version
-            and dict(now.idle) != growth.idle
-        ):
-            told = pb.Deployment()
-            told.CopyFrom(now)
-            told.ClearField("idle")
-            told.idle.update(growth.idle)
-            self._publish(told)
+        if growth.plan is None and now is not None and now.version == row.version:
+            self._tell_idle(now, growth.idle)
         return growth
+
+    def _tell_idle(self, row: pb.Deployment, idle: Mapping[str, str]) -> None:
+        if dict(row.idle) != idle:
+            told = pb.Deployment()
+            told.CopyFrom(row)
+            told.ClearField("idle")
+            told.idle.update(idle)
+            self._publish(told)
 
     def _to_plan(self, row: pb.Deployment) -> pb.Deployment:
         """The row for the planner, which keeps to the plan it names as far as it can: not after that has failed twice."""

@@ -64,14 +64,14 @@ class Growing:
 
     # -- what is served
     def load(self, deployment: str) -> int:
-        """Requests that have run at once all the time lately; 0 while that is not known."""
+        """Requests that have run at once all the time lately, one at least, which is also taken while that is not known."""
         watched, now = self._watched.setdefault(deployment, _Watched()), self._clock()
         watched.loads.append((now, self._streams(deployment)))
         while now - watched.loads[0][0] > LOAD_S and now - watched.loads[1][0] >= LOAD_S:
             watched.loads.popleft()
         if now - watched.loads[0][0] < LOAD_S:
-            return 0
-        return min(count for _, count in watched.loads)
+            return 1
+        return max(1, min(count for _, count in watched.loads))
 
     def due(self, deployment: str, plan: Plan, serving: set[str]) -> bool:
         """Whether something has changed since it was last asked that may make a move worth it."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from p2pshard.errors import DoesNotFit, NodeUnreachable, NotReady
-from p2pshard.planning.growth import Growth
+from p2pshard.planning.growth import Growth, Pace
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.planner import grow_plan, plan_model, plan_reply
 from p2pshard.planning.profiles import LinkProfile, NodeBudget
@@ -85,13 +85,13 @@ class Planner:
                 if not await self._any_returned(suspected):
                     raise
 
-    async def grown(self, row: pb.Deployment, before: Plan, streams: int) -> Growth:
+    async def grown(self, row: pb.Deployment, before: Plan, streams: int, pace: Pace | None) -> Growth:
         """Whether members that the plan in force leaves idle are worth moving for. Raises as `plan`."""
         members = self._members()
         settings = meant_now(Settings.from_json(row.settings_json), {*members, *members.values()})
         found = await self._fetcher.manifest(row.manifest, sorted(self._peers.member_ids()))
         nodes, usable = await self._usable(row.id, settings)
-        return await asyncio.to_thread(grow_plan, before, nodes, found, self.links(), usable, streams)
+        return await asyncio.to_thread(grow_plan, before, nodes, found, self.links(), usable, streams, pace)
 
     async def dry_run(
         self, name: str, manifest: str, settings: Settings, epoch: Epoch, holders: Sequence[str]
