@@ -20,7 +20,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 __all__ = ["PROTOCOL", "SERVICE", "Announcement", "Discovery", "browse", "cluster_hash"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything that nodes say to each other; nodes of different ones do not join."""
 SERVICE = "_p2pshard._tcp.local."
 RESOLVE_MS = 3000

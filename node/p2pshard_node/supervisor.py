@@ -126,6 +126,8 @@ class Worker:
     """The plan (JSON) of whose stage number `stage` it has loaded, or is loading."""
     coming: Coming | None = None
     """What is to follow the stage that it serves."""
+    settled: tuple[int, int] | None = None
+    """What is booked, and the budget, once it has let go of the stage that it served before."""
     exit: asyncio.Task[int] | None = None
 
     @property
@@ -309,23 +311,26 @@ class Supervisor:
                 worker.stats = event
             case "activated":
                 self._changed_over(worker, event)
+            case "parted":
+                self._parted(worker)
             case _:
                 if worker.key and not worker.stopping:
                     self._on_event(worker.key, event)
 
     def _changed_over(self, worker: Worker, event: Event) -> None:
-        """A worker has let go of the stage that it served before."""
+        """A worker serves the stage that it had loaded beside the other."""
         coming = worker.coming
         if coming is None or list(event["epoch"]) != _epoch(coming.plan):
             return
-        worker.plan, worker.stage, worker.loaded, worker.coming = (
-            coming.plan,
-            coming.stage,
-            coming.event,
-            None,
-        )
-        worker.booked_bytes, worker.budget_bytes = coming.booked_bytes, coming.budget_bytes
-        self.warm_up()
+        worker.plan, worker.stage, worker.loaded = coming.plan, coming.stage, coming.event
+        worker.coming, worker.settled = None, (coming.booked_bytes, coming.budget_bytes)
+
+    def _parted(self, worker: Worker) -> None:
+        """A worker has let go of the stage that it served before."""
+        if worker.settled is not None:
+            worker.booked_bytes, worker.budget_bytes = worker.settled
+            worker.settled = None
+            self.warm_up()
 
     def _gone(self, worker: Worker, code: int) -> None:
         self._workers.discard(worker)
@@ -489,20 +494,21 @@ class Supervisor:
         booked_bytes: int,
         budget_bytes: int,
         progress: Callable[[str, int, int], None],
+        before: Event | None = None,
     ) -> tuple[Worker, Event]:
         """Load a stage, in the worker that has this model in this dtype already, if there is one, so that only what is not
         in its memory is read. Raises what the worker refused with, `DoesNotFit` when it outgrew its budget, `NotReady` when
-        stuck.
+        stuck. ``before``: the epoch whose sequences are to be taken over.
         """
         worker = self.worker(key)
         if worker is not None and not (worker.loaded and same_weights(worker.plan, plan)):
             await self.stop(key)
             worker = None
-        message = self._message(key, plan, stage, source, beside=False)
+        message = self._message(key, plan, stage, source, before, beside=False)
 
         def book(worker: Worker) -> None:
             worker.key, worker.plan, worker.stage, worker.progress = key, plan, stage, progress
-            worker.coming = None
+            worker.coming = worker.settled = None
             worker.booked_bytes = booked_bytes
             # Its peak may be of the stage before.
             worker.budget_bytes = max(worker.budget_bytes, budget_bytes)
@@ -522,7 +528,9 @@ class Supervisor:
             book(worker)
         return worker, await self._load(worker, message, None)
 
-    def _message(self, key: str, plan: Event, stage: int, source: Path, *, beside: bool) -> Event:
+    def _message(
+        self, key: str, plan: Event, stage: int, source: Path, before: Event | None, *, beside: bool
+    ) -> Event:
         return {
             "op": "load",
             "deployment": key,
@@ -535,6 +543,7 @@ class Supervisor:
             "node": self._node,
             "next": None,
             "beside": beside,
+            "before": before,
         }
 
     async def _load(self, worker: Worker, message: Event, begin_s: float | None) -> Event:
@@ -572,6 +581,7 @@ class Supervisor:
         both_bytes: int,
         budget_bytes: int,
         progress: Callable[[str, int, int], None],
+        before: Event | None = None,
     ) -> tuple[Worker, Event]:
         """Load a stage in a worker that goes on serving the one it has, whatever comes of this, until `activate` names the
         new one or `discard` gives it up. ``both_bytes`` are booked until then. Raises `Conflict` where one worker cannot hold
@@ -580,15 +590,15 @@ class Supervisor:
         worker = self.worker(key)
         if worker is None or not worker.loaded or not same_weights(worker.plan, plan):
             raise Conflict("what is served here is in another dtype: both cannot be held at once")
-        message = self._message(key, plan, stage, source, beside=True)
-        before = worker.booked_bytes, worker.budget_bytes
+        message = self._message(key, plan, stage, source, before, beside=True)
+        alone = worker.booked_bytes, worker.budget_bytes
         worker.booked_bytes = max(worker.booked_bytes, both_bytes)
         worker.budget_bytes = max(worker.budget_bytes, budget_bytes)
         worker.progress = progress
         try:
             event = await self._ask(worker, message, LOAD_SILENCE_S)
         except BaseException as error:
-            worker.booked_bytes, worker.budget_bytes = before
+            worker.booked_bytes, worker.budget_bytes = alone
             if worker in self._workers:
                 worker.send({"op": "discard"})
             if isinstance(error, TimeoutError):
@@ -598,7 +608,7 @@ class Supervisor:
             raise
         finally:
             worker.progress = None
-        worker.coming = Coming(plan, stage, booked_bytes, budget_bytes, before[0], event)
+        worker.coming = Coming(plan, stage, booked_bytes, budget_bytes, alone[0], event)
         return worker, event
 
     def discard(self, key: str) -> None:

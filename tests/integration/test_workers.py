@@ -413,3 +413,67 @@ async def test_what_is_loaded_beside_and_given_up_disturbs_nothing(model: Path, 
         await r.load(dataclasses.replace(after, epoch=Epoch(3, "n0")), beside=True)
         r.plan, r.loaded = first, loaded
         assert await gateway.generate("b", PROMPTS[2], 300) == expected
+
+
+@pytest.mark.parametrize("cuts", [([4], [4]), ([4], [2]), ([2], [5])], ids=["same", "back", "forward"])
+async def test_an_epoch_takes_over_what_the_one_before_it_had_computed(
+    model: Path, tmp_path: Path, cuts: tuple[list[int], list[int]]
+) -> None:
+    """Blocks of running sequences, whatever layers go from one worker to the other; the rest is computed again."""
+    plan = lambda m, n: make_plan(m, n, 2, cuts=cuts[0], context=2048, dtype="int8")  # noqa: E731
+    async with ring(model, tmp_path, plan) as r:
+        before, targets = r.plan, [["127.0.0.1", port] for port in r.ports]
+        async with r.gateway() as gateway:
+            names = {"a": PROMPTS[2], "b": PROMPTS[3]}
+            whole = {
+                n: await gateway.generate(f"{n} whole", p, 400, seed=3, temperature=0.8)
+                for n, p in names.items()
+            }
+            for name, prompt in names.items():
+                await gateway.submit(name, prompt, 400, seed=3, temperature=0.8)
+            for name in names:
+                await gateway.given(name, 100)
+            after = make_plan(before.manifest, 6, 2, cuts=cuts[1], context=2048, dtype="int8")
+            await r.load(
+                dataclasses.replace(after, epoch=Epoch(2, "n0")),
+                beside=True,
+                before={"plan": before.to_json(), "targets": targets},
+            )
+            await r.ready()
+            for name in names:
+                assert (await gateway.end(name, 5)).code in ("conflict", "stage_lost")
+            given = {name: gateway.tokens[name] for name in names}
+        async with r.gateway() as gateway:
+            for name, prompt in names.items():
+                rest = await gateway.generate(
+                    name, prompt, 400, output_ids=given[name], seed=3, temperature=0.8
+                )
+                assert rest == whole[name]
+        step = (await r.workers[0].stats())["step"]
+        expected = sum((len(p) + len(given[n]) - 1) // 16 * 16 for n, p in names.items())
+        assert expected - 32 <= step["hit_tokens"] <= expected, "whole blocks, but for what was under way"
+        await r.idle()
+
+
+async def test_where_a_stage_could_not_take_it_over_all_is_computed_again(
+    model: Path, tmp_path: Path
+) -> None:
+    plan = lambda m, n: make_plan(m, n, 2, cuts=[4], context=2048, dtype="int8")  # noqa: E731
+    async with ring(model, tmp_path, plan) as r:
+        before, targets = r.plan, [["127.0.0.1", r.ports[0]], ["127.0.0.1", 1]]
+        async with r.gateway() as gateway:
+            whole = await gateway.generate("whole", PROMPTS[2], 300)
+            await gateway.submit("a", PROMPTS[2], 300)
+            await gateway.given("a", 100)
+            after = make_plan(before.manifest, 6, 2, cuts=[5], context=2048, dtype="int8")
+            await r.load(
+                dataclasses.replace(after, epoch=Epoch(2, "n0")),
+                beside=True,
+                before={"plan": before.to_json(), "targets": targets},
+            )
+            await r.ready()
+            await gateway.end("a", 5)
+            given = gateway.tokens["a"]
+        async with r.gateway() as gateway:
+            assert await gateway.generate("a", PROMPTS[2], 300, output_ids=given) == whole
+        assert (await r.workers[0].stats())["step"]["hit_tokens"] == 0

@@ -68,6 +68,8 @@ while True:
         case "activate":
             say(ev="ready")
             say(ev="activated", epoch=message.get("epoch", []))
+            time.sleep(0.1)
+            say(ev="parted")
         case "stats":
             say(ev="stats", peak_bytes=2000, blocks_used=3, blocks_total=8, sequences=1)
         case "stop" if how != "deaf":
@@ -305,7 +307,8 @@ async def test_a_stage_is_loaded_beside_the_one_that_serves_and_follows_it(rig: 
     assert worker.stage == 5 and one.supervisor.used_bytes() == 1500, "it serves what it did, and has both"
     one.supervisor.activate("d", {"deployment": "d", "epoch": [2, "n"]})
     await come_true(lambda: worker.stage == 2)
-    assert one.supervisor.used_bytes() == 700 and worker.coming is None
+    assert one.supervisor.used_bytes() == 1500 and worker.coming is None, "others take over what it has"
+    await come_true(lambda: one.supervisor.used_bytes() == 700)
 
 
 async def test_what_was_loaded_beside_and_is_given_up_leaves_the_other_as_it_was(

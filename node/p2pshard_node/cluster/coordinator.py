@@ -594,6 +594,8 @@ class Coordinator:
             lease_s=agreement.LEASE_S,
             manifest_holders=self._holders(row.id),
             beside=attempt.moving,
+            before=row.plan if attempt.moving else None,
+            before_endpoints=row.endpoints if attempt.moving else (),
         )
         endpoints: dict[str, pb.StageEndpoint] = {}
 

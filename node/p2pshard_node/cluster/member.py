@@ -15,6 +15,7 @@ from p2pshard.errors import (
     Conflict,
     DoesNotFit,
     Internal,
+    NodeUnreachable,
     P2PShardError,
     ProtocolError,
     StageLost,
@@ -145,7 +146,15 @@ class Member:
         self._loads[deployment] = pb.Progress(phase="preparing")
         earlier = self._loading.pop(deployment, None)
         task = asyncio.create_task(
-            self._load(deployment, plan, index, list(request.manifest_holders)[:64], queue, earlier),
+            self._load(
+                deployment,
+                plan,
+                index,
+                list(request.manifest_holders)[:64],
+                queue,
+                earlier,
+                self._before(request),
+            ),
             name=f"load {deployment}",
         )
         self._loading[deployment] = task
@@ -185,6 +194,7 @@ class Member:
         holders: list[str],
         queue: asyncio.Queue[pb.PrepareProgress],
         earlier: asyncio.Task[pb.StageEndpoint] | None,
+        before: dict[str, Any] | None,
     ) -> pb.StageEndpoint:
         if earlier is not None:
             earlier.cancel()
@@ -196,13 +206,32 @@ class Member:
         self._check_budget(deployment, stage, needed)
         self._booked[deployment] = needed
         try:
-            return await self._fetch_and_load(deployment, plan, index, holders, queue)
+            return await self._fetch_and_load(deployment, plan, index, holders, queue, before)
         except BaseException:
             if not self._ledger.get(deployment).running:
                 self._release(deployment)
             raise
         finally:
             self._booked.pop(deployment, None)
+
+    def _before(self, request: pb.PrepareRequest) -> dict[str, Any] | None:
+        """The epoch in force, of which sequences may be taken over, as a worker is told; None when that is not to be."""
+        if not request.HasField("before"):
+            return None
+        plan = Plan.from_proto(request.before)
+        ports = {(e.stage, e.node): e.port for e in request.before_endpoints}
+        targets = []
+        for index, stage in enumerate(plan.stages):
+            port = ports.get((index, stage.node), 0)
+            own = stage.node == self._peers.id
+            try:
+                host = self._supervisor.local_host if own else self._peers.host(stage.node)
+            except NodeUnreachable:
+                return None
+            if not 0 < port < 65536:
+                return None
+            targets.append([host, port])
+        return {"plan": plan.to_json(), "targets": targets}
 
     def _needed(self, deployment: str, plan: Plan, stage: Stage) -> int:
         """Bytes that the deployment's worker needs until the stage is in force: beside one that serves, both."""
@@ -232,6 +261,7 @@ class Member:
         index: int,
         holders: list[str],
         queue: asyncio.Queue[pb.PrepareProgress],
+        before: dict[str, Any] | None,
     ) -> pb.StageEndpoint:
         stage = plan.stages[index]
 
@@ -271,6 +301,7 @@ class Member:
             booked_bytes=stage.ranks[0].total_bytes,
             budget_bytes=stage.ranks[0].budget_bytes,
             progress=tell,
+            before=before,
         )
         try:
             self._ledger.put(agreement.loaded(self._ledger.get(deployment), plan.epoch, time.monotonic()))

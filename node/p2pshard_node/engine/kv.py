@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 __all__ = ["KvPool", "KvShape"]
@@ -55,10 +56,49 @@ class KvPool:
     def nbytes(self) -> int:
         return sum(t.nbytes for pool in (self.keys, self.values) for t in pool.values())
 
+    def block_bytes(self, layer: int) -> int:
+        """Of one block's keys and values in one layer."""
+        return (self.keys[layer].nbytes + self.values[layer].nbytes) // self.blocks
+
+    def read(self, layer: int, blocks: Sequence[int]) -> bytes:
+        """Keys of these blocks, then values."""
+        index = torch.tensor(blocks, dtype=torch.int64)
+        parts = [self._blocks(t)[index.to(t.device)].cpu() for t in (self.keys[layer], self.values[layer])]
+        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+
+    def write(self, layer: int, blocks: Sequence[int], data: bytes) -> None:
+        """As `read` gave it. Raises `ValueError` for another number of bytes."""
+        if len(data) != len(blocks) * self.block_bytes(layer):
+            raise ValueError(f"{len(data)} bytes for {len(blocks)} blocks of {self.block_bytes(layer)}")
+        index, start = torch.tensor(blocks, dtype=torch.int64), 0
+        for tensor in (self.keys[layer], self.values[layer]):
+            rows = self._blocks(tensor)
+            shape = (len(blocks), *rows.shape[1:])
+            size = rows[0].nbytes * len(blocks)
+            given = np.frombuffer(data, np.uint8, size, start)
+            rows[index.to(tensor.device)] = (
+                torch.from_numpy(given.copy()).view(tensor.dtype).view(shape).to(tensor.device)
+            )
+            start += size
+
+    def take(self, other: KvPool, layers: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy these blocks of these layers from another pool of the same shape."""
+        index = torch.tensor(blocks, dtype=torch.int64)
+        for layer in layers:
+            for mine, theirs in (
+                (self.keys[layer], other.keys[layer]),
+                (self.values[layer], other.values[layer]),
+            ):
+                at = index.to(mine.device)
+                self._blocks(mine)[at] = other._blocks(theirs)[at]
+
+    def _blocks(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(self.blocks, self.block_size, *tensor.shape[1:])
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to) each, in order, on every layer."""
         for pool in (self.keys, self.values):
             for tensor in pool.values():
-                blocks = tensor.view(self.blocks, self.block_size, *tensor.shape[1:])
+                blocks = self._blocks(tensor)
                 for source, target in pairs:
                     blocks[target].copy_(blocks[source])

@@ -255,6 +255,23 @@ class StageModel:
             raise ProtocolError(f"a block to copy is outside the pool of {self._pool.blocks}")
         self._pool.copy_blocks(pairs)
 
+    # -- what another stage takes over ---------------------------------------------------------------
+    def kv_block_bytes(self, layer: int) -> int:
+        """Of one block's keys and values in one layer."""
+        return self._pool.block_bytes(layer)
+
+    def read_kv(self, layer: int, blocks: Sequence[int]) -> bytes:
+        """Keys and values of these blocks in one layer, in the compute dtype."""
+        return self._pool.read(layer, blocks)
+
+    def write_kv(self, layer: int, blocks: Sequence[int], data: bytes) -> None:
+        """Put in place what `read_kv` of another stage gave. Raises `ValueError` for another number of bytes."""
+        self._pool.write(layer, blocks, data)
+
+    def take_kv(self, other: StageModel, layers: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy from a stage of this process, with a pool of the same shape."""
+        self._pool.take(other._pool, layers, blocks)
+
     def _place(self, batch: StepBatch) -> Placement:
         """Where the rows' tokens lie. Raises `ProtocolError` for a step that contradicts itself or the pool."""
         size, first, used = self._pool.block_size, 0, 0

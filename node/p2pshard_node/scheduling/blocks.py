@@ -93,6 +93,22 @@ class BlockPool:
         if key not in self._kept and block not in self._keys:
             self._kept[key], self._keys[block] = block, key
 
+    def inherit(self, content: Iterable[tuple[bytes, int]]) -> None:
+        """Free blocks that hold what these keys stand for, from an earlier pool over the same memory. Of those given together,
+        a later one makes room first. Raises `ValueError` for a block that is not free."""
+        for key, block in reversed(tuple(content)):
+            if not 0 <= block < self.total or self._references[block] or block in self._keys:
+                raise ValueError(f"block {block} is not free")
+            if key not in self._kept:
+                self._take(block, 1)
+                self._kept[key], self._keys[block] = block, key
+                self._idle[block] = None
+
+    def forget(self) -> None:
+        """No block that nobody has is found by its key any more."""
+        for block in list(self._idle):
+            self._forget(block)
+
     # -- owners ---------------------------------------------------------------------------------
     def share(self, owner: int, blocks: Sequence[int]) -> None:
         """Kept blocks as the first ones of a new owner. Raises `ValueError` for others, or an old owner."""

@@ -122,6 +122,13 @@ class Scheduler:
     def _blocks_for(self, positions: int) -> int:
         return math.ceil(positions / self._block_size)
 
+    def content(self) -> tuple[tuple[bytes, int], ...]:
+        """Key and block of all that running sequences have in complete blocks; of each in order of position, each once."""
+        found: dict[bytes, int] = {}
+        for state in self._running.values():
+            found.update(zip(state.keys, self.blocks.find(state.keys), strict=False))
+        return tuple(found.items())
+
     # -- requests -------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request.

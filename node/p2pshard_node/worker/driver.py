@@ -30,12 +30,13 @@ from p2pshard.planning.plan import Plan
 from p2pshard.sampling import SamplingParams
 from p2pshard.speculation import check_draft
 from p2pshard.transport.channels import EOF, abort_with
-from p2pshard.transport.frames import Admitted, Deltas, Frame, RowHeader, SampledToken
+from p2pshard.transport.frames import Admitted, Deltas, Frame, Hop, RowHeader, SampledToken
 from p2pshard.transport.generated import generate_pb2
 from p2pshard.transport.grpc_errors import error_to_proto
 from p2pshard_node.scheduling.prefix import root_key
 from p2pshard_node.scheduling.scheduler import Scheduler
 from p2pshard_node.scheduling.step import Request, Step, StepRow
+from p2pshard_node.worker.carry import Content
 from p2pshard_node.worker.outbox import Outbox
 from p2pshard_node.worker.pace import Pace
 from p2pshard_node.worker.trace import Trip, TripWindow
@@ -87,7 +88,9 @@ class Driver:
         vocab_size: int,
         submit_step: Callable[[Frame], None],
         max_waiting: int = 256,
+        content: Content = (),
     ) -> None:
+        """``content``: what the epoch before left in the pool, for whoever begins like it."""
         self._plan, self._deployment, self._vocab = plan, deployment, vocab_size
         self._scheduler = Scheduler(
             blocks=plan.blocks,
@@ -98,6 +101,10 @@ class Driver:
             max_waiting=max_waiting,
             root=root_key(plan),
         )
+        self._scheduler.blocks.inherit(content)
+        self.content: Content = ()
+        """What this epoch leaves, once it is over."""
+        self._probe_hops: tuple[Hop, ...] = ()
         self._submit_step = submit_step
         self.ready = False
         self.broken: P2PShardError | None = None
@@ -182,6 +189,7 @@ class Driver:
             if row.sample and row.sequence not in answered:
                 raise ProtocolError(f"step {frame.step} has no token for sequence {row.sequence}")
         self._account(flight, frame)
+        self._probe_hops = self._probe_hops or frame.hops
         tokens: dict[int, list[SampledToken]] = {}
         for token in frame.tokens:
             tokens.setdefault(token.sequence, []).append(token)
@@ -262,6 +270,7 @@ class Driver:
         if self.broken is not None:
             return
         self.broken, self.ready = error, False
+        self.content = self._scheduler.content()
         for running in list(self._sequences.values()):
             self._fail(running, error)
 
@@ -274,6 +283,8 @@ class Driver:
         self._scheduler.add(Request(running.sequence, (0,), 1))
         self._pump_soon()
         await self._probe
+        if not all(hop.kept for hop in self._probe_hops):
+            self._scheduler.blocks.forget()  # some stage lacks what the epoch before left
         self.ready = True
 
     # -- gateways -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from p2pshard.errors import Conflict, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Plan
 from p2pshard.transport.frames import Frame, Hello, Limits
 from p2pshard_node.tasks import failure_of
+from p2pshard_node.worker.carry import Content
 from p2pshard_node.worker.driver import Driver
 from p2pshard_node.worker.edges import EdgeClient, EdgeTerms, IncomingEdge, check_hello
 from p2pshard_node.worker.executor import StageExecutor
@@ -54,6 +55,7 @@ class ActiveEpoch:
         next_target: str | None,
         back_target: str | None,
         credentials: Credentials | None,
+        content: Content = (),
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
         self.plan, self.index = plan, index
@@ -75,7 +77,12 @@ class ActiveEpoch:
         self.driver: Driver | None = None
         if index == 0:
             self.driver = Driver(
-                plan, deployment, window=window, vocab_size=limits.vocab_size, submit_step=self.loop.submit
+                plan,
+                deployment,
+                window=window,
+                vocab_size=limits.vocab_size,
+                submit_step=self.loop.submit,
+                content=content,
             )
         self._out: EdgeClient | None = None
         target = back_target if index == self._last else next_target
@@ -122,6 +129,10 @@ class ActiveEpoch:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def over(self) -> bool:
+        return self._lost is not None
 
     # -- losing ---------------------------------------------------------------------------------
     def lose(self, stage: int, what: str) -> None:

@@ -74,19 +74,23 @@ _NOTHING = _Computed(np.empty((0, 0), np.float32), {})
 class StageExecutor:
     """One epoch's state on one stage. `run` takes each step frame once, in order."""
 
-    def __init__(self, engine: Engine, plan: Plan, index: int, sampler: Sampler) -> None:
+    def __init__(
+        self, engine: Engine, plan: Plan, index: int, sampler: Sampler, carried: BlockTable | None = None
+    ) -> None:
+        """``carried``: the table that stands for what the pool holds of the epoch before."""
         self._engine, self._plan, self._index, self._sampler = engine, plan, index, sampler
         self._head = plan.stages[index].head
-        self._table = BlockTable(plan.blocks, plan.block_size)
+        self.table = carried or BlockTable(plan.blocks, plan.block_size)
+        self._kept = int(carried is not None)
         self._admitted: dict[int, Admitted] = {}
 
     @property
     def blocks_used(self) -> int:
-        return self._table.used
+        return self.table.used
 
     @property
     def sequences(self) -> int:
-        return self._table.sequences
+        return self.table.sequences
 
     def run(self, frame: Frame, queued_us: int) -> Frame:
         """The frame for the next stage, or from the last stage the ``tokens`` frame for the driver.
@@ -115,12 +119,13 @@ class StageExecutor:
             sample_us=int((time.perf_counter() - forwarded) * 1e6) if self._head else 0,
             serialise_us=frame.arrival.serialise_us if frame.arrival else 0,
             nbytes=frame.arrival.nbytes if frame.arrival else 0,
+            kept=self._kept,
         )
         return replace(out, failed=tuple(failed.items()), arrival=None).with_hop(hop)
 
     # -- block table ----------------------------------------------------------------------------
     def _apply(self, frame: Frame) -> None:
-        self._table.apply(frame.deltas)
+        self.table.apply(frame.deltas)
         if frame.deltas.copy:
             self._engine.copy_blocks(list(frame.deltas.copy))
         for sequence in frame.deltas.free:
@@ -137,7 +142,7 @@ class StageExecutor:
             if row.sequence in failed:
                 continue
             try:
-                self._table.write(row.sequence, row.start, ids)
+                self.table.write(row.sequence, row.start, ids)
             except ProtocolError as error:
                 failed[row.sequence] = compute_failed(self._plan, self._index, error)
 
@@ -183,7 +188,7 @@ class StageExecutor:
                 raise ProtocolError("a step without hidden states")
             hidden_TD = pick(frame.hidden_TD)
         batch = StepBatch(
-            tuple(Row(r.sequence, r.start, r.length, self._table.blocks(r.sequence), r.output) for r in rows),
+            tuple(Row(r.sequence, r.start, r.length, self.table.blocks(r.sequence), r.output) for r in rows),
             pick(frame.token_ids_T),
         )
         out = self._engine.forward(batch, hidden_TD)
@@ -257,7 +262,7 @@ class StageExecutor:
     def _draw(self, admitted: Admitted, length: int) -> Draw:
         """What the token after the first `length` ones of a sequence is sampled with."""
         params, prompt = admitted.sampling, admitted.prompt_length
-        ids = self._table.ids(admitted.sequence, length) if params.penalised else _NO_IDS
+        ids = self.table.ids(admitted.sequence, length) if params.penalised else _NO_IDS
         return Draw(params, ids[:prompt], ids[prompt:], length - prompt)
 
 

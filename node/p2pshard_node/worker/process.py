@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 
 from p2pshard.addresses import host_port
 from p2pshard.credentials import Credentials
-from p2pshard.errors import Conflict, Internal, ModelCorrupt, P2PShardError, ProtocolError
-from p2pshard.planning.plan import Plan
+from p2pshard.errors import Conflict, Internal, ModelCorrupt, NotReady, P2PShardError, ProtocolError
+from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.frames import Limits
 from p2pshard_node.engine.heap import returned_at_once
 from p2pshard_node.engine.numerics import Golden
@@ -26,12 +27,16 @@ from p2pshard_node.engine.source import TensorSource
 from p2pshard_node.engine.stage import StageModel
 from p2pshard_node.platform import peak_bytes, reset_peak_bytes
 from p2pshard_node.worker import probe
+from p2pshard_node.worker.carry import GATHER_S, Before, Left, gather
 from p2pshard_node.worker.data_port import DataPort
 from p2pshard_node.worker.epoch import ActiveEpoch
 from p2pshard_node.worker.executor import StageExecutor
 from p2pshard_node.worker.protocol import ControlChannel
 
 __all__ = ["WorkerProcess", "own_peak_bytes"]
+
+KEEP_S = 6.0
+"""So long a stage keeps what the epoch before left: a little longer than the others take it over."""
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +64,8 @@ class _Loaded:
     limits: Limits
     window: int
     port: DataPort
+    before: Before | None = None
+    """The epoch whose sequences may be taken over."""
 
     def may_become(self, deployment: str, plan: Plan, index: int) -> bool:
         """Whether a stage of another plan can follow in this process."""
@@ -92,6 +99,10 @@ class WorkerProcess:
         self._coming: _Loaded | None = None
         """What was loaded beside it."""
         self._active: ActiveEpoch | None = None
+        self._left: Left | None = None
+        """What the epoch before leaves, for a while."""
+        self._parting: asyncio.Task[None] | None = None
+        self._ending = asyncio.Lock()
         self._golden: dict[tuple[str, str], Golden] = {}
         """What the golden model gave, by dtype and device."""
 
@@ -178,10 +189,10 @@ class WorkerProcess:
         if before is not None and not before.may_become(message["deployment"], plan, index):
             raise Conflict(f"this worker holds {before.deployment} already; start another one")
         beside = bool(message.get("beside")) and before is not None
-        self._coming = None
-        if not beside and self._active is not None:
-            await self._active.close()
-            self._active = None
+        self._coming = self._left = None
+        if not beside:
+            await self._end_active()
+            self._left = None
         torch.set_num_threads(int(message.get("threads") or _available_threads()))
         loop = asyncio.get_running_loop()
 
@@ -227,11 +238,14 @@ class WorkerProcess:
         if before is not None:
             port = before.port
         else:
-            port = DataPort(self._credentials, limits, lambda: self._active)
+            port = DataPort(self._credentials, limits, lambda: self._active, self._left_by)
             first, last = message["ports"]
             await port.start(message["host"], range(first, last + 1))
         window = int(message.get("window") or len(plan.stages))
-        made = _Loaded(message["deployment"], plan, index, model, limits, window, port)
+        earlier = Before.from_message(message.get("before"))
+        if earlier is not None and not earlier.fits(plan):
+            earlier = None
+        made = _Loaded(message["deployment"], plan, index, model, limits, window, port, earlier)
         if beside:
             self._coming = made
         else:
@@ -255,9 +269,8 @@ class WorkerProcess:
     async def _activate(self, message: dict[str, Any]) -> None:
         coming = self._coming
         if coming is not None and list(message["epoch"]) == [coming.plan.epoch.n, coming.plan.epoch.proposer]:
-            if self._active is not None:
-                await self._active.close()
-            self._active, self._coming = None, None
+            await self._end_active()
+            self._coming = None
             self._loaded, coming.port.limits = coming, coming.limits
         loaded = self._loaded
         if loaded is None or loaded.deployment != message["deployment"]:
@@ -267,6 +280,11 @@ class WorkerProcess:
             raise Conflict(f"epoch {epoch} with plan {message['digest'][:16]} is not the one loaded here")
         if self._active is not None:
             return  # a COMMIT sent again: whatever is active is of the stage loaded last
+        carried = None
+        if loaded.before is not None:
+            carried = await gather(
+                loaded.before, self._left, plan, loaded.index, loaded.model, self._credentials
+            )
         self._active = ActiveEpoch(
             replace(plan, numerics=str(message["numerics"])),
             loaded.index,
@@ -275,17 +293,60 @@ class WorkerProcess:
             fingerprint=loaded.model.fingerprint,
             limits=loaded.limits,
             window=loaded.window,
-            executor=StageExecutor(loaded.model, plan, loaded.index, sample_rows),
+            executor=StageExecutor(
+                loaded.model, plan, loaded.index, sample_rows, carried.table if carried is not None else None
+            ),
             thread=self._thread,
             next_target=_target(message.get("next")),
             back_target=_target(message.get("back")),
             credentials=self._credentials,
+            content=carried.content if carried is not None else (),
             tell=self._channel.send,
         )
         self._active.start()
-        if loaded is coming:
-            await self._free()
         self._channel.send({"ev": "activated", "epoch": list(epoch)})
+        if self._left is not None:
+            self._parting = asyncio.create_task(self._part(), name="part with the epoch before")
+
+    async def _part(self) -> None:
+        """Once others have had time to take over what the epoch before left here, let go of it."""
+        await asyncio.sleep(KEEP_S)
+        self._left = None
+        await self._free()
+        self._channel.send({"ev": "parted"})
+
+    async def _end_active(self) -> None:
+        """End the epoch in force, if there is one, and keep what it leaves."""
+        if self._parting is not None:
+            self._parting.cancel()
+            await asyncio.gather(self._parting, return_exceptions=True)
+            self._parting = None
+        async with self._ending:
+            active, loaded = self._active, self._loaded
+            if active is None or loaded is None:
+                return
+            self._active = None
+            await active.close()
+            # The compute thread may still be at the last step.
+            await asyncio.get_running_loop().run_in_executor(self._thread, int)
+            plan, table = active.plan, active.loop.executor.table
+            content = active.driver.content if active.driver is not None else ()
+            self._left = Left(plan.epoch, plan, active.index, loaded.model, table, content)
+
+    async def _left_by(self, epoch: Epoch) -> Left:
+        """What an epoch leaves here, waiting a while for its end. Raises `NotReady`."""
+        deadline = time.monotonic() + GATHER_S
+        while time.monotonic() < deadline:
+            async with self._ending:
+                active, left = self._active, self._left
+            if left is not None and left.epoch == epoch:
+                return left
+            if active is None or active.plan.epoch != epoch:
+                raise NotReady(f"epoch {epoch.n} has left nothing here", state="loading")
+            if active.over:  # its place was given to others: no activation will end it
+                await self._end_active()
+            await asyncio.sleep(0.005)
+        raise NotReady(f"epoch {epoch.n} goes on here", state="loading")
 
     async def _discard(self) -> None:
         if self._coming is not None:

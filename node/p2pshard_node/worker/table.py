@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -29,6 +29,24 @@ class BlockTable:
         self._reached: dict[int, int] = {}
         """Positions of each sequence that are written, from 0 on."""
         self._ids = np.zeros((blocks, block_size), np.int32)
+
+    def successor(self) -> BlockTable:
+        """A table without sequences that has the same content."""
+        blocks, size = self._ids.shape
+        after = BlockTable(blocks, size)
+        after._full, after._ids = set(self._full), self._ids.copy()
+        return after
+
+    def rows(self, blocks: Sequence[int]) -> np.ndarray:
+        """int32 [blocks, block_size]: the tokens that stand in these. Raises `ProtocolError` unless all are complete."""
+        if not self._full.issuperset(blocks):
+            raise ProtocolError("a block that is not complete")
+        return self._ids[np.array(blocks, np.int64)]
+
+    def fill(self, blocks: Sequence[int], ids: np.ndarray) -> None:
+        """These blocks, which no sequence has, are complete, with those tokens in them: int32 [blocks, block_size]."""
+        self._ids[np.array(blocks, np.int64)] = ids
+        self._full.update(blocks)
 
     @property
     def used(self) -> int:

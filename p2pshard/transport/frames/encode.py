@@ -112,7 +112,7 @@ _PACKERS: dict[str, Callable[[Any], Any]] = {
     "failed": lambda failed: [[s, _error(e)] for s, e in failed],
     "tokens": lambda tokens: [[t.sequence, t.id, t.logprob, t.top] for t in tokens],
     "hops": lambda hops: [
-        [h.stage, h.queue_us, h.compute_us, h.sample_us, h.serialise_us, h.nbytes] for h in hops
+        [h.stage, h.queue_us, h.compute_us, h.sample_us, h.serialise_us, h.nbytes, h.kept] for h in hops
     ],
     "hello": _hello,
     "error": _error,

@@ -168,7 +168,7 @@ _HOP_VALUES = tuple(Hop.__dataclass_fields__)[1:]
 
 
 def _hops(value: object, limits: Limits) -> tuple[Hop, ...]:
-    items = (items_of(h, "hop", 6, 6) for h in items_of(value, "hops", limits.stages))
+    items = (items_of(h, "hop", 7, 7) for h in items_of(value, "hops", limits.stages))
     return tuple(
         Hop(
             integer(stage, "stage", limits.stages - 1),

@@ -134,6 +134,8 @@ class Hop:
     """Encoding at the sender and decoding here; 0 on the first stage, which no edge leads to."""
     nbytes: int = 0
     """Of the frame as it came over the edge."""
+    kept: int = 0
+    """1: this stage has what the epoch before left, so that its blocks may be used."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ __all__ = [
     "VERSION",
 ]
 
-VERSION = 3
+VERSION = 4
 CHUNK_BYTES = 1 << 20
 """Most bytes of one message, prefix included."""
 OUTPUTS = ("none", "sample", "verify", "logits", "hidden")

@@ -863,6 +863,8 @@ class PrepareRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     MANIFEST_HOLDERS_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    BEFORE_ENDPOINTS_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     digest: _builtins.str
     """of the plan"""
@@ -877,6 +879,12 @@ class PrepareRequest(_message.Message):
     def manifest_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """node ids to fetch manifest and tensors from"""
 
+    @_builtins.property
+    def before(self) -> _plan_pb2.Plan:
+        """that epoch's plan, whose sequences are to be taken over, if they can be"""
+
+    @_builtins.property
+    def before_endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]: ...
     def __init__(
         self,
         *,
@@ -887,10 +895,12 @@ class PrepareRequest(_message.Message):
         lease_s: _builtins.float = ...,
         manifest_holders: _abc.Iterable[_builtins.str] | None = ...,
         beside: _builtins.bool = ...,
+        before: _plan_pb2.Plan | None = ...,
+        before_endpoints: _abc.Iterable[Global___StageEndpoint] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "epoch", b"epoch", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "deployment", b"deployment", "digest", b"digest", "epoch", b"epoch", "lease_s", b"lease_s", "manifest_holders", b"manifest_holders", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "before_endpoints", b"before_endpoints", "beside", b"beside", "deployment", b"deployment", "digest", b"digest", "epoch", b"epoch", "lease_s", b"lease_s", "manifest_holders", b"manifest_holders", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
