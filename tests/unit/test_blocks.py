@@ -143,3 +143,31 @@ def test_keys_are_equal_exactly_as_far_as_the_beginnings_are(a: list[int], b: li
     other: list[bytes] = []
     extend_keys(other, a, 4, 1, b"another model")
     assert other[0] != chains[0][0]
+
+
+def test_a_pool_begins_with_what_an_earlier_one_left_and_can_forget_it() -> None:
+    pool = BlockPool(8)
+    keys = [bytes([i]) for i in range(4)]
+    pool.inherit(zip(keys, (5, 2, 7, 0), strict=True))
+    assert pool.find(keys) == (5, 2, 7, 0) and (pool.used, pool.available, pool.kept) == (0, 8, 4)
+    pool.share(1, (5, 2))
+    assert pool.extend(1, 4) is not None, "free ones"
+    assert pool.find(keys) == (5, 2, 7, 0)
+    assert pool.extend(2, 1) == ((0, 1),), "of those that nobody uses the last makes room first"
+    assert pool.find(keys) == (5, 2, 7)
+    pool.forget()
+    assert pool.find(keys) == (5, 2), "what is in use stays"
+    pool.free(1)
+    pool.free(2)
+    pool.forget()
+    assert (pool.kept, pool.available) == (0, 8) and pool.extend(3, 8) == ((0, 8),)
+
+
+@pytest.mark.parametrize("block", [-1, 8, 5])
+def test_what_is_not_free_is_not_inherited(block: int) -> None:
+    pool = BlockPool(8)
+    pool.inherit([(b"a", 5)])
+    with pytest.raises(ValueError, match="not free"):
+        pool.inherit([(b"b", block)])
+    pool.inherit([(b"a", 6)])  # a content that is there already
+    assert pool.find([b"a"]) == (5,) and pool.kept == 1

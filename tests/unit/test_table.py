@@ -99,3 +99,23 @@ def test_truncated_blocks_are_free(table: BlockTable) -> None:
     assert table.blocks(1) == (3,) and table.used == 1
     with pytest.raises(ProtocolError, match="never came"):
         table.write(1, 3, ids(1))
+
+
+def test_a_table_follows_another_with_its_content_and_none_of_its_sequences() -> None:
+    table = BlockTable(8, 4)
+    table.apply(Deltas(allocate=((1, ((2, 3),)),)))
+    table.write(1, 0, np.arange(10, dtype=np.int32))
+    after = table.successor()
+    assert (after.sequences, after.used) == (0, 0)
+    after.apply(Deltas(share=((7, ((2, 2),)),)))
+    assert after.ids(7, 8).tolist() == list(range(8))
+    with pytest.raises(ProtocolError, match="not complete"):
+        after.apply(Deltas(share=((8, ((4, 1),)),)))
+    with pytest.raises(ProtocolError, match="not complete"):
+        table.rows([2, 4])
+    other = BlockTable(8, 4)
+    other.fill([2, 3], table.rows([2, 3]))
+    other.apply(Deltas(share=((7, ((2, 2),)),)))
+    assert other.ids(7, 8).tolist() == list(range(8))
+    table.write(1, 4, np.array([9], np.int32))
+    assert after.ids(7, 8).tolist() == list(range(8)), "a copy"
