@@ -1,0 +1,160 @@
+"""How long answers stand still when a node's layers go to another one, politely: three stages and a spare, one machine.
+
+    python benchmarks/moving.py MODEL [--streams 8] [--prompt 64] [--tokens 300] [--dtype auto] [--json]
+
+MODEL: a name in the models folder, or a .gguf file. While so many answers are under way, the middle stage's node is paused
+and resumed, then the first stage's node leaves; each time after a fifth of the tokens. Prints, for each, how long that
+took, the longest gap between two tokens of an answer, the longest one without any move beside it, and whether all
+tokens are those of the undisturbed answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from contenders import end_in_order
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from p2pshard import Client
+from p2pshard.bench.prompts import draw_prompts
+from p2pshard.config import default_models_dir
+from tests.local_cluster import LocalCluster, Node
+from tests.waiting import until
+
+
+@dataclass(frozen=True)
+class Round:
+    """Answers under way, and what happened meanwhile."""
+
+    what: str
+    took_s: float
+    """Of the command."""
+    longest_gap_s: float
+    same_tokens: bool
+
+
+class Answers:
+    """`prompts`, answered at once; greedy."""
+
+    def __init__(self, at: Node, model: str, prompts: list[list[int]], tokens: int) -> None:
+        self.ids: list[tuple[int, ...]] = [()] * len(prompts)
+        self.counts, self.longest = [0] * len(prompts), [0.0] * len(prompts)
+        self._threads = [
+            threading.Thread(target=self._one, args=(i, at, model, prompt, tokens))
+            for i, prompt in enumerate(prompts)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _one(self, i: int, at: Node, model: str, prompt: list[int], tokens: int) -> None:
+        with Client([at.address]) as client:
+            stream = client.generate(model, prompt, max_tokens=tokens, ignore_eos=True, temperature=0)
+            last = 0.0
+            for delta in stream:
+                now = time.monotonic()
+                if last:
+                    self.longest[i] = max(self.longest[i], now - last)
+                last, self.counts[i] = now, self.counts[i] + len(delta.tokens)
+            self.ids[i] = stream.result().token_ids
+
+    def given(self, count: int) -> None:
+        until(
+            lambda: min(self.counts) >= count, 300, lambda: f"{count} tokens each: {self.counts}", every=0.01
+        )
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    end_in_order()
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = run(Path(folder), options)
+    if options.json:
+        print(json.dumps([asdict(r) for r in rounds]))
+        return
+    print(f"{'':24}{'took':>8}{'longest gap':>14}  tokens")
+    for r in rounds:
+        print(f"{r.what:24}{r.took_s:7.2f}s{r.longest_gap_s:13.2f}s  {'same' if r.same_tokens else 'DIFFER'}")
+
+
+def compiling() -> bool:
+    """Whether a node still makes itself ready for what it may be given."""
+    return any("p2pshard_node.engine.fused.prepare" in p.info["cmdline"] for p in _processes())
+
+
+def _processes() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
+
+
+def run(folder: Path, options: argparse.Namespace) -> list[Round]:
+    path = Path(options.model)
+    path = path if path.exists() else default_models_dir() / f"{options.model}.gguf"
+    with LocalCluster(folder, nodes=4) as cluster:
+        cluster.wait_measured()
+        gateway = cluster.nodes[0]
+        with Client([gateway.address]) as client:
+            context = options.prompt + options.tokens + 16
+            client.deploy(
+                str(path), context=context, concurrency=options.streams, nodes=3, dtype=options.dtype
+            )
+            model = client.status().deployments[0].model
+        prompts = draw_prompts(range(100, 1000), options.streams, options.prompt, random.Random(1))
+        names = {n["id"]: n["name"] for n in cluster.status(gateway)["nodes"]}
+
+        until(lambda: not compiling(), 300, "every node has its kernels", every=0.5)
+
+        def holders() -> list[Node]:
+            row = cluster.status(cluster.nodes[0])["deployments"][0]
+            at = [names[s["ranks"][0]["node"]] for s in row["plan"]["replicas"][0]["stages"]]
+            return [next(n for n in cluster.nodes if n.name == name) for name in at]
+
+        def ask() -> Answers:
+            return Answers(gateway, model, prompts, options.tokens)
+
+        undisturbed = ask()
+        undisturbed.join()
+        rounds = [Round("nothing", 0.0, max(undisturbed.longest), True)]
+
+        def disturbed(what: str, act: Callable[[], Any]) -> None:
+            answers = ask()
+            answers.given(options.tokens // 5)
+            began = time.monotonic()
+            act()
+            took = time.monotonic() - began
+            answers.join()
+            rounds.append(Round(what, took, max(answers.longest), answers.ids == undisturbed.ids))
+
+        middle = holders()[1]
+        disturbed("pause the middle stage", lambda: middle.cli("pause", middle.name))
+        middle.cli("resume", middle.name)
+        first = next(n for n in holders() if n is not gateway)
+        disturbed("another node leaves", lambda: first.cli("leave"))
+        return rounds
+
+
+if __name__ == "__main__":
+    main()
