@@ -34,6 +34,10 @@ from tests.local_cluster import LocalCluster, Node
 from tests.waiting import until
 
 
+_READY_S = 30.0
+"""After a deployment, until a spare has begun to make itself ready for it."""
+
+
 @dataclass(frozen=True)
 class Round:
     """Answers under way, and what happened meanwhile."""
@@ -125,6 +129,7 @@ def run(folder: Path, options: argparse.Namespace) -> list[Round]:
         prompts = draw_prompts(range(100, 1000), options.streams, options.prompt, random.Random(1))
         names = {n["id"]: n["name"] for n in cluster.status(gateway)["nodes"]}
 
+        time.sleep(_READY_S)
         until(lambda: not compiling(), 300, "every node has its kernels", every=0.5)
 
         def holders() -> list[Node]:
@@ -136,12 +141,15 @@ def run(folder: Path, options: argparse.Namespace) -> list[Round]:
             return Answers(gateway, model, prompts, options.tokens)
 
         undisturbed = ask()
+        undisturbed.given(options.tokens // 5)
+        undisturbed.longest = [0.0] * options.streams
         undisturbed.join()
         rounds = [Round("nothing", 0.0, max(undisturbed.longest), True)]
 
         def disturbed(what: str, act: Callable[[], Any]) -> None:
             answers = ask()
             answers.given(options.tokens // 5)
+            answers.longest = [0.0] * options.streams  # what came before is the reading of prompts
             began = time.monotonic()
             act()
             took = time.monotonic() - began

@@ -360,6 +360,7 @@ async def test_rounded_hidden_states_keep_logprobs_near(model: Path, tmp_path: P
         assert 0 < max(gaps) < most, (wire, max(gaps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 async def test_the_next_epoch_is_loaded_beside_the_one_that_serves(
     model: Path, tmp_path: Path, dtype: str
@@ -390,6 +391,7 @@ async def test_the_next_epoch_is_loaded_beside_the_one_that_serves(
         await r.idle()
 
 
+@pytest.mark.slow
 async def test_what_is_loaded_beside_and_given_up_disturbs_nothing(model: Path, tmp_path: Path) -> None:
     plan = lambda m, n: make_plan(m, n, 2, cuts=[4], context=2048, dtype="int8")  # noqa: E731
     async with ring(model, tmp_path, plan) as r, r.gateway() as gateway:
@@ -415,7 +417,15 @@ async def test_what_is_loaded_beside_and_given_up_disturbs_nothing(model: Path, 
         assert await gateway.generate("b", PROMPTS[2], 300) == expected
 
 
-@pytest.mark.parametrize("cuts", [([4], [4]), ([4], [2]), ([2], [5])], ids=["same", "back", "forward"])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param(([4], [4]), marks=pytest.mark.slow),
+        ([4], [2]),
+        pytest.param(([2], [5]), marks=pytest.mark.slow),
+    ],
+    ids=["same", "back", "forward"],
+)
 async def test_an_epoch_takes_over_what_the_one_before_it_had_computed(
     model: Path, tmp_path: Path, cuts: tuple[list[int], list[int]]
 ) -> None:
@@ -455,6 +465,7 @@ async def test_an_epoch_takes_over_what_the_one_before_it_had_computed(
         await r.idle()
 
 
+@pytest.mark.slow
 async def test_where_a_stage_could_not_take_it_over_all_is_computed_again(
     model: Path, tmp_path: Path
 ) -> None:
