@@ -33,7 +33,6 @@ from p2pshard.config import default_models_dir
 from tests.local_cluster import LocalCluster, Node
 from tests.waiting import until
 
-
 _READY_S = 30.0
 """After a deployment, until a spare has begun to make itself ready for it."""
 
