@@ -66,6 +66,10 @@ class DaemonConfig:
     """OpenAI API and health; 0: any free one."""
     data_ports: tuple[int, int]
     """First and last port for workers, one each, in order; (0, 0): any free ones."""
+    api_bind: str
+    """Address of the HTTP API; other machines need a key."""
+    allow_origins: tuple[str, ...]
+    """Web pages that may use the HTTP API beside those of this machine: ``https://HOST[:PORT]``, or ``*``."""
     bind: str
     """Address to listen on. ``0.0.0.0``: all of IPv4; ``::``: all of IPv6 too, where the system allows."""
     advertise: str | None
@@ -193,6 +197,17 @@ def _peers(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parse_address(item) for item in items if item.strip()))
 
 
+def _origins(value: Any) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+        raise ValueError("it must be a list of origins such as https://chat.example:8443")
+    found = tuple(dict.fromkeys(item.strip().rstrip("/") for item in items if item.strip()))
+    for item in found:
+        if item != "*" and not re.fullmatch(r"https?://[^/\s?#@]+", item):
+            raise ValueError(f"{item!r} is not an origin such as https://chat.example:8443, or *")
+    return found
+
+
 def _flag(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -211,6 +226,9 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
+_SINGULAR = {"peers": "peer", "allow_origins": "allow_origin"}
+"""Settings of several values, and what their flag is called, which gives one at a time."""
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "name": _name,
     "data_dir": _path,
@@ -219,6 +237,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "port": _port,
     "api_port": _port,
     "data_ports": _ports,
+    "api_bind": _string,
+    "allow_origins": _origins,
     "bind": _string,
     "advertise": _string,
     "peers": _peers,
@@ -248,6 +268,8 @@ def _defaults() -> dict[str, Any]:
         "port": CONTROL_PORT,
         "api_port": API_PORT,
         "data_ports": DATA_PORTS,
+        "api_bind": "127.0.0.1",
+        "allow_origins": (),
         "bind": "0.0.0.0",
         "advertise": None,
         "peers": (),
@@ -264,7 +286,7 @@ def _defaults() -> dict[str, Any]:
 
 def _variables(setting: str) -> tuple[str, ...]:
     """Names in the environment: of the setting, and of its flag where that is in the singular."""
-    names = (setting, "peer") if setting == "peers" else (setting,)
+    names = (setting, _SINGULAR[setting]) if setting in _SINGULAR else (setting,)
     return tuple(f"P2PSHARD_{name.upper()}" for name in names)
 
 
@@ -333,9 +355,9 @@ def load_config(
             if environ.get(variable, "").strip():
                 given[key] = _read(key, environ[variable], variable)
     for key, value in (flags or {}).items():
-        if value is None or (key == "peers" and not value):
+        if value is None or (key in _SINGULAR and not value):
             continue
-        given[key] = _read(key, value, f"--{'peer' if key == 'peers' else key.replace('_', '-')}")
+        given[key] = _read(key, value, f"--{_SINGULAR.get(key, key).replace('_', '-')}")
 
     defaults = _defaults()
     named = config_path or (Path(environ["P2PSHARD_CONFIG"]) if environ.get("P2PSHARD_CONFIG") else None)

@@ -165,6 +165,13 @@ class Refused(P2PShardError):
     grpc_status, http_status = "PERMISSION_DENIED", 403
 
 
+class Unauthenticated(P2PShardError):
+    """The caller did not say who it is, or not truly."""
+
+    code = "unauthenticated"
+    grpc_status, http_status, openai_type = "UNAUTHENTICATED", 401, "authentication_error"
+
+
 class ProtocolError(P2PShardError):
     """Bytes from a wire that break the protocol; nothing of them was used."""
 

@@ -244,6 +244,8 @@ class FakeCluster:
         self.carried: Callable[[], list[dict[str, Any]]] = list
         """Requests of all nodes."""
         self.ready = asyncio.Event()
+        self.paused: list[tuple[str, bool]] = []
+        """(node, resume) of each wish."""
 
     def members(self) -> list[control_pb2.NodeInfo]:
         return [
@@ -300,6 +302,10 @@ class FakeCluster:
             raise ModelNotFound(f"no model {model_ref}")
         yield {"state": "loading", "model": model_ref}
         yield {"state": "ready", "model": model_ref}
+
+    async def pause(self, node: str, *, resume: bool) -> control_pb2.PauseReply:
+        self.paused.append((node, resume))
+        return control_pb2.PauseReply(node=f"node-{node}", name=node)
 
     async def undeploy(self, model: str) -> None:
         if model != "tiny":

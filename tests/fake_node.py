@@ -14,7 +14,7 @@ from p2pshard.errors import P2PShardError
 from p2pshard.planning.plan import Epoch, Plan, Rank, Replica, Stage
 from p2pshard.transport.channels import bind, make_server
 from p2pshard.transport.generated import control_pb2, control_pb2_grpc, generate_pb2
-from p2pshard.transport.grpc_errors import abort
+from p2pshard.transport.grpc_errors import abort, error_to_proto
 
 PLAN = Plan(
     replicas=(
@@ -101,6 +101,8 @@ class FakeNode(control_pb2_grpc.NodeServicer):
         self.cancelled = threading.Event()
         """A generation was cancelled by its client."""
         self.shut_down = threading.Event()
+        self.pause_error: P2PShardError | None = None
+        """Why layers stay where they are."""
         self.port = 0
         self.pid = 0
         """Of the daemon that it says it is; 0: none."""
@@ -180,6 +182,24 @@ class FakeNode(control_pb2_grpc.NodeServicer):
     async def Undeploy(self, request: Any, context: Any) -> control_pb2.Empty:
         await self._answer(request, context)
         return control_pb2.Empty()
+
+    async def Pause(self, request: Any, context: Any) -> control_pb2.PauseReply:
+        await self._answer(request, context)
+        reply = control_pb2.PauseReply(node=f"id-{request.node}", name=request.node)
+        if self.pause_error is not None:
+            reply.error.CopyFrom(error_to_proto(self.pause_error))
+        return reply
+
+    async def Keys(self, request: Any, context: Any) -> control_pb2.StatusReply:
+        await self._answer(request, context)
+        key = {"name": "phone", "created": 1700000000, "per_minute": 30, "at_once": None}
+        secret = {"secret": "p2psk-abc"} if request.create else {}
+        return control_pb2.StatusReply(json=json.dumps({"keys": [key], **secret}))
+
+    async def Leave(self, request: Any, context: Any) -> control_pb2.LeaveReply:
+        await self._answer(request, context)
+        asyncio.get_running_loop().call_later(0.2, self._stop)
+        return control_pb2.LeaveReply(pid=self.pid)
 
     async def Shutdown(self, request: Any, context: Any) -> control_pb2.ShutdownReply:
         await self._answer(request, context)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,18 +19,22 @@ from p2pshard.config import DaemonConfig, load_config, parse_address
 from p2pshard.credentials import Credentials
 from p2pshard.discovery import PROTOCOL, Announcement, Discovery
 from p2pshard.errors import Conflict, InvalidRequest, P2PShardError
+from p2pshard.own_address import is_own_address
 from p2pshard.transport.channels import bind, check_bindable, make_server
 from p2pshard.transport.generated import control_pb2 as pb
 from p2pshard.transport.generated import control_pb2_grpc as rpc
 from p2pshard.version import __version__
 
 from . import platform
-from .api.app import create_app
+from .api.app import create_app, error_response
+from .api.guard import Guard
+from .api.origins import Origins
 from .api.server import Handle, serve
 from .cluster.cluster import Cluster
 from .devices import Devices
 from .gateway.gateway import Gateway, Limits
 from .identity import Identity
+from .keys import ApiKeys
 from .models.store import ModelStore
 from .node_service import NodeService
 from .supervisor import Supervisor
@@ -82,6 +87,7 @@ class Daemon:
         config = self.config
         self.identity = Identity.open(config.data_dir)
         self._undo.append(("data directory", self.identity.close))
+        self.keys = ApiKeys(config.data_dir / "keys.json")
         self.store = ModelStore(config.data_dir, [config.models_dir], cache_bytes=config.tensor_cache)
         server = make_server(self._credentials)
         try:
@@ -121,17 +127,17 @@ class Daemon:
         )
         rpc.add_ClusterServicer_to_server(self.cluster.service, server)
         rpc.add_NodeServicer_to_server(
-            NodeService(self.cluster, self.gateway, self.stopping.set, self.leaving.set), server
+            NodeService(self.cluster, self.gateway, self.keys, self.stopping.set, self.leaving.set), server
         )
         self._undo.append(("workers", self.supervisor.close))
         self._undo.append(("control port", lambda: server.stop(GRACE_S)))
         await server.start()
         try:
-            self._api = await serve(create_app(self.gateway, self.cluster), config.bind, config.api_port)
+            self._api = await serve(self._guarded_app(), config.api_bind, config.api_port)
         except OSError as error:
-            check_bindable(config.bind)
+            check_bindable(config.api_bind, field="api_bind")
             raise Conflict(
-                f"API port {config.api_port} on {config.bind} is taken: another daemon, or another program; give --api-port"
+                f"API port {config.api_port} on {config.api_bind} is taken: another daemon, or another program; give --api-port"
             ) from error
         self.api_port = self._api.port
         self._undo.append(("cluster", self.cluster.stop))
@@ -155,6 +161,21 @@ class Daemon:
             config.bind,
             config.cluster,
             config.data_dir,
+        )
+
+    def _guarded_app(self) -> Guard:
+        def names() -> set[str]:
+            host = socket.gethostname()
+            short = host.partition(".")[0]
+            given = {self.config.advertise} if self.config.advertise else set()
+            return {host, short, f"{short}.local", *self.hosts(), *given}
+
+        return Guard(
+            create_app(self.gateway, self.cluster),
+            origins=Origins(names, self.config.allow_origins),
+            keys=self.keys,
+            is_local=is_own_address,
+            answer=error_response,
         )
 
     async def stop(self) -> None:

@@ -17,6 +17,7 @@ from p2pshard.transport.grpc_errors import abort
 
 from .gateway.gateway import Gateway
 from .gateway.view import ClusterView
+from .keys import ApiKeys
 
 __all__ = ["NodeService", "is_local"]
 
@@ -45,10 +46,10 @@ async def _errors_cross(context: Any) -> AsyncIterator[None]:
         await abort(context, Internal(f"{type(error).__name__}: {error}"))
 
 
-def _check_local(context: Any, verb: str) -> None:
+def _check_local(context: Any, verb: str, what: str = "stop it") -> None:
     if not is_local(context.peer()):
         raise Refused(
-            "only a client on this node's own machine may stop it, and you are "
+            f"only a client on this node's own machine may {what}, and you are "
             f"{unquote(context.peer())}; run p2pshard {verb} there"
         )
 
@@ -60,12 +61,14 @@ class NodeService(control_pb2_grpc.NodeServicer):
         self,
         view: ClusterView,
         gateway: Gateway,
+        keys: ApiKeys,
         shutdown: Callable[[], None] | Callable[[], Awaitable[None]],
         leave: Callable[[], None],
     ) -> None:
         """`shutdown` asks the daemon to stop, `leave` to hand its layers over first; both must return at once."""
         self._view = view
         self._gateway = gateway
+        self._keys = keys
         self._shutdown, self._leave = shutdown, leave
 
     async def Ping(self, request: control_pb2.Empty, context: Any) -> control_pb2.Empty:
@@ -125,6 +128,19 @@ class NodeService(control_pb2_grpc.NodeServicer):
         async with _errors_cross(context):
             reply: control_pb2.PauseReply = await self._view.pause(request.node, resume=request.resume)
             return reply
+
+    async def Keys(self, request: control_pb2.KeysRequest, context: Any) -> control_pb2.StatusReply:
+        async with _errors_cross(context):
+            _check_local(context, "keys", "make or revoke its keys")
+            reply: dict[str, Any] = {}
+            if request.create:
+                _, reply["secret"] = await self._keys.create(
+                    request.create, per_minute=request.per_minute or None, at_once=request.at_once or None
+                )
+            elif request.revoke:
+                await self._keys.revoke(request.revoke)
+            reply["keys"] = [key.to_json() for key in self._keys.all()]
+            return control_pb2.StatusReply(json=json.dumps(reply))
 
     async def Leave(self, request: control_pb2.Empty, context: Any) -> control_pb2.LeaveReply:
         async with _errors_cross(context):

@@ -31,6 +31,7 @@ _VERBS = (
     "deploy",
     "undeploy",
     "ps",
+    "keys",
     "run",
     "chat",
     "bench",

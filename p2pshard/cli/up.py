@@ -55,6 +55,14 @@ def _require_node_extra() -> None:
 @click.option("--device", metavar="auto|cpu|cuda:N|mps", help="Where layers run. Default: auto.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Control port. Default: 7332.")
 @click.option("--api-port", type=click.IntRange(0, 65535), help="HTTP API port. Default: 7331.")
+@click.option("--api-bind", metavar="ADDR", help="Address of the HTTP API. Default: 127.0.0.1.")
+@click.option(
+    "--allow-origin",
+    "allow_origins",
+    metavar="ORIGIN",
+    multiple=True,
+    help="Web pages that may use the HTTP API, as https://HOST[:PORT]; repeatable.",
+)
 @click.option("--data-ports", metavar="FIRST-LAST", help="Ports for workers. Default: 7333-7340.")
 @click.option("--bind", metavar="ADDR", help="Address to listen on. Default: 0.0.0.0.")
 @click.option("--advertise", metavar="HOST", help="Host that others reach this node at, when it differs.")

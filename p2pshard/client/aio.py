@@ -271,6 +271,31 @@ class AsyncClient:
             raise error_from_proto(reply.error)
         return str(reply.name)
 
+    async def keys(self) -> list[dict[str, Any]]:
+        """Keys of the HTTP API of the node that answers: ``{name, created, per_minute, at_once}``. From its own machine only."""
+        return list((await self._keys(control_pb2.KeysRequest()))["keys"])
+
+    async def create_key(
+        self, name: str, *, per_minute: int | None = None, at_once: int | None = None
+    ) -> str:
+        """A new key for the HTTP API of the node that answers; it cannot be shown again. From its own machine only.
+
+        Args:
+            per_minute, at_once: requests that may begin in a minute, and be under way; None: no limit.
+
+        Raises:
+            Conflict: the name is in use.
+        """
+        request = control_pb2.KeysRequest(create=name, per_minute=per_minute or 0, at_once=at_once or 0)
+        return str((await self._keys(request))["secret"])
+
+    async def revoke_key(self, name: str) -> None:
+        """End a key. Raises `InvalidRequest` for a name that is none."""
+        await self._keys(control_pb2.KeysRequest(revoke=name))
+
+    async def _keys(self, request: control_pb2.KeysRequest) -> dict[str, Any]:
+        return await self._json_call("list of keys", lambda _, stub: stub.Keys(request, timeout=_CALL_S))
+
     async def leave(self) -> int:
         """Have the daemon that answers hand its layers to the others and stop; it takes this only from its own machine, and
         goes in any case. Returns its process id. Raises as `shutdown`."""

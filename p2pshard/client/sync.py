@@ -222,6 +222,18 @@ class Client:
         """See `AsyncClient.resume`."""
         return self._thread.run(self._client.resume(node))
 
+    def keys(self) -> list[dict[str, Any]]:
+        """See `AsyncClient.keys`."""
+        return self._thread.run(self._client.keys())
+
+    def create_key(self, name: str, *, per_minute: int | None = None, at_once: int | None = None) -> str:
+        """See `AsyncClient.create_key`."""
+        return self._thread.run(self._client.create_key(name, per_minute=per_minute, at_once=at_once))
+
+    def revoke_key(self, name: str) -> None:
+        """See `AsyncClient.revoke_key`."""
+        self._thread.run(self._client.revoke_key(name))
+
     def leave(self) -> int:
         """See `AsyncClient.leave`."""
         return self._thread.run(self._client.leave())

@@ -134,8 +134,8 @@ def bind(
     raise OSError(f"no free port on {host}: tried {', '.join(map(str, ports))}")
 
 
-def check_bindable(host: str) -> None:
-    """Raise `InvalidRequest` for a host that no port of this machine can be bound on."""
+def check_bindable(host: str, *, field: str = "bind") -> None:
+    """Raise `InvalidRequest` for a host, given as a setting, that no port of this machine can be bound on."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in found[:1]:
@@ -143,8 +143,9 @@ def check_bindable(host: str) -> None:
                 probe.bind(address)
     except OSError as error:
         raise InvalidRequest(
-            f"this machine has no address {host}: {error.strerror or error}; give one of its own to --bind",
-            field="bind",
+            f"this machine has no address {host}: {error.strerror or error}; give one of its own to "
+            f"--{field.replace('_', '-')}",
+            field=field,
         ) from error
 
 

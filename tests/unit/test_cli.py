@@ -201,6 +201,38 @@ def test_down_says_so_when_the_process_stays(cli, node: FakeNode) -> None:
     assert code == 0 and f"process {os.getpid()} is still there" in err
 
 
+def test_leave_waits_until_the_daemon_is_gone(cli, node: FakeNode) -> None:
+    code, _, err = cli("leave")
+    assert code == 0 and "is stopped" in err and not node.shut_down.is_set()
+    with socket.socket() as s:
+        assert s.connect_ex(("127.0.0.1", node.port)) != 0
+
+
+def test_pause_and_resume(cli, node: FakeNode) -> None:
+    code, out, err = cli("pause", "b")
+    assert (code, out) == (0, "") and "b is paused" in err
+    assert (node.asked[-1].node, node.asked[-1].resume) == ("b", False)
+    code, _, err = cli("resume", "b")
+    assert code == 0 and "takes part again" in err and node.asked[-1].resume
+    node.pause_error = DoesNotFit("too much", shortfall_bytes=7, terms=[], suggestions=["add a node"])
+    code, _, err = cli("pause", "b")
+    assert code == 3 and "too much" in err and "add a node" in err
+
+
+def test_keys(cli, node: FakeNode) -> None:
+    code, out, err = cli("keys", "create", "phone", "--per-minute", "30", "--at-once", "2")
+    assert (code, out) == (0, "p2psk-abc\n") and "not shown again" in err
+    asked = node.asked[-1]
+    assert (asked.create, asked.per_minute, asked.at_once) == ("phone", 30, 2)
+    code, out, _ = cli("keys", "list")
+    assert code == 0 and "phone" in out and "30" in out
+    code, out, _ = cli("keys", "list", "--json")
+    assert one_object(out)["keys"][0]["name"] == "phone"
+    code, _, err = cli("keys", "revoke", "phone")
+    assert code == 0 and node.asked[-1].revoke == "phone" and "phone" in err
+    assert cli("keys", "create", "x", "--per-minute", "0")[0] == 2
+
+
 def test_an_error_under_json_is_one_object_too(cli, node: FakeNode) -> None:
     node.error = StageLost("node b is gone", node="b", layers=[10, 19])
     code, out, err = cli("run", "tiny", "x", "--json")
@@ -226,6 +258,10 @@ def test_no_node_exits_4(capsys) -> None:
         ["undeploy", "m"],
         ["run", "m", "p"],
         ["down"],
+        ["leave"],
+        ["pause", "b"],
+        ["resume", "b"],
+        ["keys", "list"],
     ):
         assert invoke([*verb, "--node", address]) == 4, verb
         assert address in capsys.readouterr().err
@@ -312,7 +348,10 @@ def test_up_without_the_node_extra_says_what_to_install(capsys, monkeypatch, tmp
 def test_help_names_every_verb_and_exit_code(capsys) -> None:
     assert invoke(["--help"]) == 0
     out = capsys.readouterr().out
-    for verb in ("up", "down", "status", "plan", "pull", "ls", "deploy", "undeploy", "ps", "run", "chat"):
+    for verb in (
+        *("up", "leave", "down", "status", "pause", "resume", "plan", "pull", "ls", "deploy", "undeploy"),
+        *("ps", "keys", "run", "chat"),
+    ):
         assert f"\n  {verb} " in out
     for code in (
         "0    done",

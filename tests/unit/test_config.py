@@ -57,6 +57,8 @@ def test_every_setting_is_read_from_every_source(tmp_path: Path) -> None:
         port=1,
         api_port=2,
         data_ports=(0, 0),
+        api_bind="::",
+        allow_origins=("https://a.example", "http://b:8080"),
         bind="127.0.0.1",
         advertise="box.lan",
         peers=("10.0.0.1:7332", "[fe80::1]:9"),
@@ -77,6 +79,8 @@ def test_every_setting_is_read_from_every_source(tmp_path: Path) -> None:
         "P2PSHARD_PORT": "1",
         "P2PSHARD_API_PORT": "2",
         "P2PSHARD_DATA_PORTS": "0-0",
+        "P2PSHARD_API_BIND": "::",
+        "P2PSHARD_ALLOW_ORIGINS": "https://a.example/, http://b:8080",
         "P2PSHARD_BIND": "127.0.0.1",
         "P2PSHARD_ADVERTISE": "box.lan",
         "P2PSHARD_PEERS": "10.0.0.1, [fe80::1]:9",
@@ -94,6 +98,7 @@ def test_every_setting_is_read_from_every_source(tmp_path: Path) -> None:
     file.write_text(
         f'name = "box"\ndata_dir = "{tmp_path}"\nmodels_dir = "{tmp_path}/m"\nmemory = 600000000\n'
         'device = "cuda:1"\nport = 1\napi_port = 2\ndata_ports = [0, 0]\nbind = "127.0.0.1"\n'
+        'api_bind = "::"\nallow_origins = ["https://a.example", "http://b:8080"]\n'
         'advertise = "box.lan"\npeers = ["10.0.0.1", "[fe80::1]:9"]\ncluster = "home"\n'
         "mdns = false\ntensor_cache = 5000000000\nwarm_worker = false\ncopies = false\nrecover_wait = 5\njson_logs = true\n"
     )

@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import grpc.aio
 import psutil
 import pytest
 from p2pshard_node.gateway.gateway import Gateway
+from p2pshard_node.keys import ApiKeys
 from p2pshard_node.node_service import NodeService, is_local
 
 from p2pshard.errors import (
@@ -37,26 +39,28 @@ class Served:
     cluster: FakeCluster
     gateway: Gateway
     stopped: asyncio.Event
+    left: asyncio.Event
     port: int
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
     store = MemoryStore()
     driver = FakeDriver(make_plan(store.manifest.digest))
     await driver.start()
     cluster = FakeCluster(store, driver)
     gateway = Gateway("node-c", store, cluster)
     cluster.carried = gateway.ps
-    stopped = asyncio.Event()
+    stopped, left = asyncio.Event(), asyncio.Event()
     server = make_server(None)
+    keys = ApiKeys(tmp_path / "keys.json")
     control_pb2_grpc.add_NodeServicer_to_server(
-        NodeService(cluster, gateway, stopped.set, lambda: None), server
+        NodeService(cluster, gateway, keys, stopped.set, left.set), server
     )
     port = bind(server, None, "127.0.0.1")
     await server.start()
     async with make_channel(f"127.0.0.1:{port}", None) as channel:
-        yield Served(control_pb2_grpc.NodeStub(channel), driver, cluster, gateway, stopped, port)
+        yield Served(control_pb2_grpc.NodeStub(channel), driver, cluster, gateway, stopped, left, port)
     await server.stop(0)
     await gateway.close()
     await driver.kill()
@@ -153,6 +157,35 @@ async def test_shutdown_from_this_machine_only(served: Served, monkeypatch: pyte
     monkeypatch.undo()
     await served.stub.Shutdown(control_pb2.Empty())
     assert served.stopped.is_set()
+
+
+async def test_leaving_and_keys_are_of_this_machine_only_too(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pshard_node.node_service.is_local", lambda peer: False)
+    for call in (
+        served.stub.Leave(control_pb2.Empty()),
+        served.stub.Keys(control_pb2.KeysRequest()),
+        served.stub.Keys(control_pb2.KeysRequest(create="a")),
+    ):
+        assert isinstance(await error_of_call(call), Refused)
+    assert not served.left.is_set()
+    monkeypatch.undo()
+    made = json.loads((await served.stub.Keys(control_pb2.KeysRequest(create="a", per_minute=5))).json)
+    assert made["secret"].startswith("p2psk-") and made["keys"][0]["per_minute"] == 5
+    listed = json.loads((await served.stub.Keys(control_pb2.KeysRequest())).json)
+    assert [k["name"] for k in listed["keys"]] == ["a"] and "secret" not in listed
+    assert "sha256" not in listed["keys"][0]
+    assert json.loads((await served.stub.Keys(control_pb2.KeysRequest(revoke="a"))).json)["keys"] == []
+    await served.stub.Leave(control_pb2.Empty())
+    assert served.left.is_set() and not served.stopped.is_set()
+
+
+async def test_pausing_is_the_clusters_to_do(served: Served) -> None:
+    reply = await served.stub.Pause(control_pb2.PauseRequest(node="b"))
+    assert (reply.node, reply.name) == ("node-b", "b") and not reply.HasField("error")
+    await served.stub.Pause(control_pb2.PauseRequest(node="b", resume=True))
+    assert served.cluster.paused == [("b", False), ("b", True)]
 
 
 def test_who_is_local() -> None:

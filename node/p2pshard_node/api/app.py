@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from p2pshard.errors import Internal, InvalidRequest, ModelNotFound, P2PShardError
+from p2pshard.errors import Internal, InvalidRequest, ModelNotFound, P2PShardError, Unauthenticated
 from p2pshard.transport.generated import control_pb2
 from p2pshard.version import __version__
 
@@ -25,7 +25,7 @@ from .errors import error_body
 from .schemas import ChatBody, CompletionBody, parse_chat, parse_completion
 from .sse import EventStream
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "error_response"]
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def create_app(gateway: Gateway, view: ClusterView) -> FastAPI:
 
     @app.exception_handler(P2PShardError)
     async def _ours(request: Request, error: P2PShardError) -> Response:
-        return _error(error)
+        return error_response(error)
 
     @app.exception_handler(Disconnected)
     async def _left(request: Request, error: Disconnected) -> Response:
@@ -50,7 +50,7 @@ def create_app(gateway: Gateway, view: ClusterView) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def _fault(request: Request, error: Exception) -> Response:
-        return _error(Internal(f"{type(error).__name__}: {error}"))
+        return error_response(Internal(f"{type(error).__name__}: {error}"))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -116,10 +116,13 @@ async def _answer(
         raise
 
 
-def _error(error: P2PShardError) -> Response:
+def error_response(error: P2PShardError) -> Response:
+    """An error as OpenAI's clients expect it."""
     headers = {}
     if (after := error.details.get("retry_after_s")) is not None:
         headers["retry-after"] = str(math.ceil(after))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, UnreadBody):
         headers["connection"] = "close"
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)

@@ -1653,6 +1653,37 @@ class PauseReply(_message.Message):
 Global___PauseReply: _TypeAlias = PauseReply  # noqa: Y015
 
 @_typing.final
+class KeysRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CREATE_FIELD_NUMBER: _builtins.int
+    PER_MINUTE_FIELD_NUMBER: _builtins.int
+    AT_ONCE_FIELD_NUMBER: _builtins.int
+    REVOKE_FIELD_NUMBER: _builtins.int
+    create: _builtins.str
+    """name of a new key"""
+    per_minute: _builtins.int
+    """its limits; 0: none"""
+    at_once: _builtins.int
+    revoke: _builtins.str
+    """name of one that is to end"""
+    def __init__(
+        self,
+        *,
+        create: _builtins.str = ...,
+        per_minute: _builtins.int = ...,
+        at_once: _builtins.int = ...,
+        revoke: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_once", b"at_once", "create", b"create", "per_minute", b"per_minute", "revoke", b"revoke"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeysRequest: _TypeAlias = KeysRequest  # noqa: Y015
+
+@_typing.final
 class LeaveReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -981,6 +981,11 @@ class NodeStub:
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
                 response_deserializer=p2pshard_dot_v1_dot_control__pb2.PauseReply.FromString,
                 _registered_method=True)
+        self.Keys = channel.unary_unary(
+                '/p2pshard.v1.Node/Keys',
+                request_serializer=p2pshard_dot_v1_dot_control__pb2.KeysRequest.SerializeToString,
+                response_deserializer=p2pshard_dot_v1_dot_control__pb2.StatusReply.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/p2pshard.v1.Node/Leave',
                 request_serializer=p2pshard_dot_v1_dot_control__pb2.Empty.SerializeToString,
@@ -1059,6 +1064,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keys(self, request, context):
+        """from this machine only; json {keys: [{name, created, per_minute, at_once}], secret?}
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """from this machine only: hand over, then stop
         """
@@ -1125,6 +1137,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Pause,
                     request_deserializer=p2pshard_dot_v1_dot_control__pb2.PauseRequest.FromString,
                     response_serializer=p2pshard_dot_v1_dot_control__pb2.PauseReply.SerializeToString,
+            ),
+            'Keys': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keys,
+                    request_deserializer=p2pshard_dot_v1_dot_control__pb2.KeysRequest.FromString,
+                    response_serializer=p2pshard_dot_v1_dot_control__pb2.StatusReply.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -1407,6 +1424,33 @@ class Node:
             '/p2pshard.v1.Node/Pause',
             p2pshard_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
             p2pshard_dot_v1_dot_control__pb2.PauseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/p2pshard.v1.Node/Keys',
+            p2pshard_dot_v1_dot_control__pb2.KeysRequest.SerializeToString,
+            p2pshard_dot_v1_dot_control__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
