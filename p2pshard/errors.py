@@ -162,7 +162,7 @@ class Refused(P2PShardError):
     """A peer said no: other cluster, other protocol, not a member, not from this machine."""
 
     code = "refused"
-    grpc_status, http_status = "PERMISSION_DENIED", 403
+    grpc_status, http_status, openai_type = "PERMISSION_DENIED", 403, "permission_error"
 
 
 class Unauthenticated(P2PShardError):

@@ -75,6 +75,7 @@ async def serve(app: ASGIApp, host: str, port: int) -> Handle:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # who a proxy speaks for is what it says; the guard wants to know who calls
         ws="none",
         http=_Protocol,
         backlog=_BACKLOG,
