@@ -194,7 +194,7 @@ class Member:
         holders: list[str],
         queue: asyncio.Queue[pb.PrepareProgress],
         earlier: asyncio.Task[pb.StageEndpoint] | None,
-        before: dict[str, Any] | None,
+        before: dict[str, Any] | None = None,
     ) -> pb.StageEndpoint:
         if earlier is not None:
             earlier.cancel()
@@ -261,7 +261,7 @@ class Member:
         index: int,
         holders: list[str],
         queue: asyncio.Queue[pb.PrepareProgress],
-        before: dict[str, Any] | None,
+        before: dict[str, Any] | None = None,
     ) -> pb.StageEndpoint:
         stage = plan.stages[index]
 
