@@ -84,6 +84,7 @@ class Devices:
                 blocks_used=int(w.stats.get("blocks_used", 0)),
                 blocks_total=int(w.stats.get("blocks_total", 0)),
                 sequences=int(w.stats.get("sequences", 0)),
+                replayed_rows=int((w.stats.get("step") or {}).get("replayed", 0)),
                 trace=trace_to_proto((w.stats.get("step") or {}).get("trace")),
             )
             for w in self._supervisor.workers()

@@ -462,6 +462,8 @@ async def test_an_epoch_takes_over_what_the_one_before_it_had_computed(
         step = (await r.workers[0].stats())["step"]
         expected = sum((len(p) + len(given[n]) - 1) // 16 * 16 for n, p in names.items())
         assert expected - 32 <= step["hit_tokens"] <= expected, "whole blocks, but for what was under way"
+        known = sum(len(p) + len(given[n]) - 1 for n, p in names.items())
+        assert step["replayed"] == known - step["hit_tokens"]
         await r.idle()
 
 
@@ -487,4 +489,5 @@ async def test_where_a_stage_could_not_take_it_over_all_is_computed_again(
             given = gateway.tokens["a"]
         async with r.gateway() as gateway:
             assert await gateway.generate("a", PROMPTS[2], 300, output_ids=given) == whole
-        assert (await r.workers[0].stats())["step"]["hit_tokens"] == 0
+        step = (await r.workers[0].stats())["step"]
+        assert step["hit_tokens"] == 0 and step["replayed"] == len(PROMPTS[2]) + len(given) - 1

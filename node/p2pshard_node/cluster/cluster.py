@@ -410,6 +410,7 @@ class Cluster:
         trace = None
         if plan is not None:
             ends = {(e.stage, e.node): e for e in row.endpoints}
+            driver = self._driver(row.id)
             for index, stage in enumerate(plan["replicas"][0]["stages"]):
                 for rank in stage["ranks"]:
                     end = ends.get((index, rank["node"]))
@@ -426,6 +427,8 @@ class Cluster:
                         actual_kv_bytes=end.actual_kv_bytes,
                         actual_base_bytes=end.actual_base_bytes,
                         read_bytes=end.read_bytes,
+                        # every stage computes what the driver sends around
+                        replayed_rows=driver.replayed_rows if driver is not None else 0,
                     )
         return {
             "id": row.id,

@@ -67,6 +67,8 @@ class _Running:
     """None: our own probe."""
     prompt_length: int
     sampling: SamplingParams
+    replay_to: int = 0
+    """Position up to which another driver had computed it; 0: it begins here."""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -119,7 +121,7 @@ class Driver:
         self._pump_due = False
         self._probe: asyncio.Future[None] | None = None
         self.pace = Pace()
-        self._steps = self._tokens = self._most_rows = 0
+        self._steps = self._tokens = self._most_rows = self._replayed = 0
         self._trips = TripWindow(len(plan.stages))
 
     # -- what it is doing -----------------------------------------------------------------------
@@ -133,6 +135,7 @@ class Driver:
             "count": self._steps,
             "tokens": self._tokens,
             "max_rows": self._most_rows,
+            "replayed": self._replayed,
             "in_flight": self._scheduler.in_flight,
             "waiting": self._scheduler.waiting,
             "window": self._scheduler.window,
@@ -219,6 +222,11 @@ class Driver:
         self._most_rows = max(self._most_rows, sum(r.sample for r in flight.step.rows))
         prefill = any(
             r.start < running.prompt_length
+            for r in flight.step.rows
+            if (running := self._sequences.get(r.sequence)) is not None
+        )
+        self._replayed += sum(
+            min(len(r.token_ids), max(0, running.replay_to - r.start))
             for r in flight.step.rows
             if (running := self._sequences.get(r.sequence)) is not None
         )
@@ -386,7 +394,13 @@ class Driver:
             self._fail(older, Conflict(f"attempt {submit.attempt} took over"))
         given = tuple(submit.output_ids)
         running = _Running(
-            next(self._ids), submit.request, submit.attempt, gateway, len(submit.prompt_ids), sampling
+            next(self._ids),
+            submit.request,
+            submit.attempt,
+            gateway,
+            len(submit.prompt_ids),
+            sampling,
+            len(submit.prompt_ids) + len(given) - 1 if given else 0,
         )
         ended = "stop" if given and given[-1] in submit.eos_ids else ""
         if ended or len(given) >= submit.max_tokens:

@@ -226,6 +226,7 @@ class WorkerCounts(_message.Message):
     BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    REPLAYED_ROWS_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     stage: _builtins.int
     pid: _builtins.int
@@ -233,6 +234,8 @@ class WorkerCounts(_message.Message):
     blocks_used: _builtins.int
     blocks_total: _builtins.int
     sequences: _builtins.int
+    replayed_rows: _builtins.int
+    """of the driver: tokens that each stage computed again for requests of an earlier epoch"""
     @_builtins.property
     def trace(self) -> Global___Trace:
         """of the first stage's, where the driver is"""
@@ -248,10 +251,11 @@ class WorkerCounts(_message.Message):
         blocks_total: _builtins.int = ...,
         sequences: _builtins.int = ...,
         trace: Global___Trace | None = ...,
+        replayed_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "deployment", b"deployment", "peak_bytes", b"peak_bytes", "pid", b"pid", "sequences", b"sequences", "stage", b"stage", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "deployment", b"deployment", "peak_bytes", b"peak_bytes", "pid", b"pid", "replayed_rows", b"replayed_rows", "sequences", b"sequences", "stage", b"stage", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
