@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
 from p2pshard_node.gateway.gateway import Gateway
+from p2pshard_node.keys import ApiKeys
 from p2pshard_node.node_service import NodeService
 
 from p2pshard import AsyncClient
@@ -57,7 +59,7 @@ class Lab:
 
 
 @pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
     store = MemoryStore()
     driver = FakeDriver(make_plan(store.manifest.digest), spells(TEXT), delay_s=0.005)
     await driver.start()
@@ -67,7 +69,10 @@ async def lab() -> AsyncIterator[Lab]:
         for index in range(3):
             gateway = Gateway(f"node-{'abc'[index]}", store, made.cluster)
             stack.push_async_callback(gateway.close)
-            server, door = make_server(None), Door(made.cluster, gateway, lambda: None, lambda: None)
+            server, door = (
+                make_server(None),
+                Door(made.cluster, gateway, ApiKeys(tmp_path / f"{index}.json"), lambda: None, lambda: None),
+            )
             control_pb2_grpc.add_NodeServicer_to_server(door, server)
             port = bind(server, None, "127.0.0.1")
             await server.start()
