@@ -84,6 +84,7 @@ def test_a_coordinator_killed_while_its_plan_loads_is_succeeded_and_one_plan_ser
         )
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_named_with_its_layers_and_its_return_mends_it(cluster: LocalCluster) -> None:
     asked = cluster.nodes[0]
     with Client([asked.address]) as client:
@@ -109,6 +110,7 @@ def test_a_lost_node_is_named_with_its_layers_and_its_return_mends_it(cluster: L
         )
 
 
+@pytest.mark.slow
 def test_undeploy_and_stop_leave_no_process_and_a_restart_brings_back_what_is_wanted(
     cluster: LocalCluster,
 ) -> None:

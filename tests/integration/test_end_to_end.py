@@ -132,6 +132,7 @@ def test_a_prompt_longer_than_the_context_is_refused_in_numbers(client: Client) 
     assert "24576" in str(error.value).replace(",", "")
 
 
+@pytest.mark.slow
 def test_a_long_prompt_passes_over_the_nodes(client: Client) -> None:
     got = client.generate("tiny", "y" * 20_000, max_tokens=3, temperature=0, ignore_eos=True)
     assert got.prompt_tokens == 20_000
@@ -156,6 +157,7 @@ def test_two_requests_with_room_for_one_run_one_after_the_other(
     settle(client)
 
 
+@pytest.mark.slow
 def test_cancels_at_random_moments_leave_nothing(client: Client) -> None:
     rng = random.Random(3)
 

@@ -57,10 +57,16 @@ def test_a_killed_node_costs_time_and_no_token(role: str, town: Town, expected: 
     victim.kill()
     check(asking.join(), expected)
     after = town.row(gateway)
-    rows = [s["ranks"][0]["replayed_rows"] for s in stages_of(town.row(gateway))]
-    print(f"{role}: the longest pause was {max(asking.longest):.2f} s; rows replayed by each stage: {rows}")
+
+    def replayed() -> list[int]:
+        return [s["ranks"][0]["replayed_rows"] for s in stages_of(town.row(gateway))]
+
+    if place is not None:  # the driver's counts come with gossip
+        until(lambda: min(replayed()) > 3 * 20, 10, lambda: str(replayed()))
+    print(
+        f"{role}: the longest pause was {max(asking.longest):.2f} s; rows replayed by each stage: {replayed()}"
+    )
     assert max(asking.longest) < 20
-    assert place is None or min(rows) > 3 * 20
     if place is None:
         return
     assert after["plan"]["epoch"]["n"] > before["plan"]["epoch"]["n"]

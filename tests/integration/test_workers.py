@@ -78,6 +78,7 @@ async def test_one_step_at_a_time_on_two_stages(
         await r.idle()
 
 
+@pytest.mark.slow
 async def test_thirty_two_requests_with_one_prefix_compute_it_once(model: Path, tmp_path: Path) -> None:
     begin = [(7 * i + i // 9) % 250 for i in range(1000)]
     prompts = [[*begin, i, 3, 5] for i in range(32)]
@@ -111,6 +112,7 @@ async def test_a_pool_too_small_for_all_preempts_and_changes_no_token(
         await r.idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 3])
 async def test_text_is_the_same_with_and_without_drafts(model: Path, tmp_path: Path, stages: int) -> None:
     settings = (
@@ -139,6 +141,7 @@ async def test_text_is_the_same_with_and_without_drafts(model: Path, tmp_path: P
         await r.idle()
 
 
+@pytest.mark.slow
 async def test_no_bit_depends_on_sharing_preemption_drafts_or_the_cut(model: Path, tmp_path: Path) -> None:
     """Drawn (nearly greedy, so that drafts are right at times), with logprobs, on the path whose numbers depend on nothing but the tokens: `==` on floats."""
     begin = [*range(30, 50)] * 2
@@ -227,6 +230,7 @@ async def test_a_killed_stage_is_named_at_the_gateway(model: Path, tmp_path: Pat
         assert (await gateway.end("later", 2)).code == "stage_lost"
 
 
+@pytest.mark.slow
 async def test_a_killed_driver_is_noticed_by_the_others(model: Path, tmp_path: Path) -> None:
     async with ring(model, tmp_path, lambda m, n: make_plan(m, n, 3)) as r:
         r.workers[0].kill()
@@ -309,6 +313,7 @@ async def test_control_messages_that_cannot_be_right_are_refused(model: Path, tm
         assert (await worker.stats())["blocks_used"] == 0
 
 
+@pytest.mark.slow
 async def test_ten_thousand_mutations_against_the_data_port_harm_nobody(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -338,6 +343,7 @@ async def test_ten_thousand_mutations_against_the_data_port_harm_nobody(
         await r.idle()
 
 
+@pytest.mark.slow
 async def test_rounded_hidden_states_keep_logprobs_near(model: Path, tmp_path: Path) -> None:
     """The first token's logprobs of eight prompts, over two stages: near to raw, and not equal to it."""
 
