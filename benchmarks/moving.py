@@ -1,6 +1,6 @@
 """How long answers stand still when a node's layers go to another one, politely: three stages and a spare, one machine.
 
-    python benchmarks/moving.py MODEL [--streams 8] [--prompt 64] [--tokens 300] [--dtype auto] [--json]
+    python benchmarks/moving.py MODEL [--streams 8] [--prompt 64] [--tokens 600] [--dtype auto] [--json]
 
 MODEL: a name in the models folder, or a .gguf file. While so many answers are under way, the middle stage's node is paused
 and resumed, then the first stage's node leaves; each time after a fifth of the tokens. Prints, for each, how long that
@@ -15,7 +15,6 @@ import json
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -31,10 +30,12 @@ from p2pshard import Client
 from p2pshard.bench.prompts import draw_prompts
 from p2pshard.config import default_models_dir
 from tests.local_cluster import LocalCluster, Node
+from tests.town import Asking
 from tests.waiting import until
 
 _READY_S = 30.0
 """After a deployment, until a spare has begun to make itself ready for it."""
+_PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -46,40 +47,6 @@ class Round:
     """Of the command."""
     longest_gap_s: float
     same_tokens: bool
-
-
-class Answers:
-    """`prompts`, answered at once; greedy."""
-
-    def __init__(self, at: Node, model: str, prompts: list[list[int]], tokens: int) -> None:
-        self.ids: list[tuple[int, ...]] = [()] * len(prompts)
-        self.counts, self.longest = [0] * len(prompts), [0.0] * len(prompts)
-        self._threads = [
-            threading.Thread(target=self._one, args=(i, at, model, prompt, tokens))
-            for i, prompt in enumerate(prompts)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _one(self, i: int, at: Node, model: str, prompt: list[int], tokens: int) -> None:
-        with Client([at.address]) as client:
-            stream = client.generate(model, prompt, max_tokens=tokens, ignore_eos=True, temperature=0)
-            last = 0.0
-            for delta in stream:
-                now = time.monotonic()
-                if last:
-                    self.longest[i] = max(self.longest[i], now - last)
-                last, self.counts[i] = now, self.counts[i] + len(delta.tokens)
-            self.ids[i] = stream.result().token_ids
-
-    def given(self, count: int) -> None:
-        until(
-            lambda: min(self.counts) >= count, 300, lambda: f"{count} tokens each: {self.counts}", every=0.01
-        )
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join()
 
 
 def main() -> None:
@@ -136,24 +103,25 @@ def run(folder: Path, options: argparse.Namespace) -> list[Round]:
             at = [names[s["ranks"][0]["node"]] for s in row["plan"]["replicas"][0]["stages"]]
             return [next(n for n in cluster.nodes if n.name == name) for name in at]
 
-        def ask() -> Answers:
-            return Answers(gateway, model, prompts, options.tokens)
+        asked = [(prompt, {"temperature": 0}) for prompt in prompts]
 
-        undisturbed = ask()
-        undisturbed.given(options.tokens // 5)
-        undisturbed.longest = [0.0] * options.streams
-        undisturbed.join()
-        rounds = [Round("nothing", 0.0, max(undisturbed.longest), True)]
-
-        def disturbed(what: str, act: Callable[[], Any]) -> None:
-            answers = ask()
-            answers.given(options.tokens // 5)
-            answers.longest = [0.0] * options.streams  # what came before is the reading of prompts
+        def answered(act: Callable[[], Any]) -> tuple[float, float, list[tuple[int, ...]]]:
+            """Seconds that `act` took, the longest gap since it began, and the tokens."""
+            asking = Asking([gateway], options.tokens, model=model, asked=asked)
+            asking.given(options.tokens // 5, _PATIENCE_S)
+            asking.longest = [0.0] * options.streams  # what came before is the reading of prompts
             began = time.monotonic()
             act()
             took = time.monotonic() - began
-            answers.join()
-            rounds.append(Round(what, took, max(answers.longest), answers.ids == undisturbed.ids))
+            ids = [answer.token_ids for answer in asking.join(_PATIENCE_S)]
+            return took, max(asking.longest), ids
+
+        _, gap, undisturbed = answered(lambda: None)
+        rounds = [Round("nothing", 0.0, gap, True)]
+
+        def disturbed(what: str, act: Callable[[], Any]) -> None:
+            took, gap, ids = answered(act)
+            rounds.append(Round(what, took, gap, ids == undisturbed))
 
         middle = holders()[1]
         disturbed("pause the middle stage", lambda: middle.cli("pause", middle.name))

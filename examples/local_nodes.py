@@ -167,7 +167,8 @@ class LocalNodes:
         self._note()
         for node in self.nodes:
             if node.process.poll() is None:
-                node.process.send_signal(signal.SIGINT)  # all go: nothing is handed over
+                # all go: nothing is handed over, as SIGTERM would ask for
+                node.process.send_signal(signal.SIGINT) if os.name == "posix" else node.process.terminate()
         deadline = time.monotonic() + _STOP_S
         for node in self.nodes:
             try:

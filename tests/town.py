@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,26 +102,36 @@ class Town:
 
 
 class Asking:
-    """Answers under way, one thread each, all of one gateway; `then` happens once each has so many tokens."""
+    """Answers under way, one thread each, all of one gateway. ``asked``: of each the prompt and options."""
 
-    def __init__(self, at: list[Node], count: int = COUNT, **options: Any) -> None:
-        self.count = count
-        self.answers: list[Any] = [None] * len(ASKED)
-        self.counts = [0] * len(ASKED)
-        self.longest = [0.0] * len(ASKED)
+    def __init__(
+        self,
+        at: list[Node],
+        count: int = COUNT,
+        *,
+        model: str = "tiny",
+        asked: Sequence[tuple[str | Sequence[int], dict[str, Any]]] = tuple((PROMPT, a) for a in ASKED),
+        **options: Any,
+    ) -> None:
+        self.count, self.model, self.asked = count, model, asked
+        self.answers: list[Any] = [None] * len(asked)
+        self.counts = [0] * len(asked)
+        self.longest = [0.0] * len(asked)
+        """Seconds between two pieces of an answer, and before the first."""
         self._streams: dict[int, Any] = {}
         self._threads = [
             threading.Thread(target=self._one, args=(i, [n.address for n in at], options))
-            for i in range(len(ASKED))
+            for i in range(len(asked))
         ]
         for thread in self._threads:
             thread.start()
 
     def _one(self, i: int, addresses: list[str], options: dict[str, Any]) -> None:
+        prompt, asked = self.asked[i]
         try:
             with Client(addresses) as client:
                 stream = self._streams[i] = client.generate(
-                    "tiny", PROMPT, max_tokens=self.count, ignore_eos=True, **ASKED[i], **options
+                    self.model, prompt, max_tokens=self.count, ignore_eos=True, **asked, **options
                 )
                 last = time.monotonic()
                 for delta in stream:
@@ -136,9 +146,12 @@ class Asking:
         for stream in self._streams.values():
             stream.close()
 
-    def given(self, count: int) -> None:
+    def given(self, count: int, seconds: float = 30) -> None:
         until(
-            lambda: min(self.counts) >= count, 30, lambda: f"{count} tokens each: {self.counts}", every=0.002
+            lambda: min(self.counts) >= count,
+            seconds,
+            lambda: f"{count} tokens each: {self.counts}",
+            every=0.002,
         )
 
     def join(self, seconds: float = 60) -> list[Any]:

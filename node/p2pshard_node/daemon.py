@@ -38,6 +38,7 @@ from .keys import ApiKeys
 from .models.store import ModelStore
 from .node_service import NodeService
 from .supervisor import Supervisor
+from .tasks import first_of
 
 __all__ = ["Daemon", "main", "run"]
 
@@ -196,12 +197,7 @@ class Daemon:
     async def leave(self) -> None:
         """Hand this node's layers to the others and let the requests that came in here end, as far as that can be. A daemon
         that is asked to stop meanwhile stops."""
-        work = asyncio.create_task(self._leave(), name="leave")
-        stop = asyncio.create_task(self.stopping.wait(), name="stop")
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        for task in (work, stop):
-            task.cancel()
-        await asyncio.gather(work, stop, return_exceptions=True)
+        await first_of(self._leave(), self.stopping.wait())
 
     async def _leave(self) -> None:
         if len(self.cluster.members()) == 1:
@@ -362,10 +358,7 @@ async def _serve(config: DaemonConfig) -> int:
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(daemon.stopping.set))
     await daemon.start()
     try:
-        asked = [asyncio.create_task(e.wait()) for e in (daemon.stopping, daemon.leaving)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        for task in asked:
-            task.cancel()
+        await first_of(daemon.stopping.wait(), daemon.leaving.wait())
         if not daemon.stopping.is_set():
             _log.info("leaving")
             await daemon.leave()

@@ -26,7 +26,7 @@ from p2pshard.version import __version__
 from . import platform
 from .json_files import read_json, write_json
 from .rounds import Rounds
-from .worker.protocol import ControlChannel
+from .worker.protocol import ControlChannel, epoch_of
 
 __all__ = ["Supervisor", "Worker", "exit_reason", "same_weights"]
 
@@ -57,9 +57,10 @@ def same_weights(a: Event, b: Event) -> bool:
     return all(a.get(what) == b.get(what) for what in ("manifest", "dtype"))
 
 
-def _epoch(plan: Event) -> list[Any]:
-    """Of a plan as JSON, as events name it."""
-    return [plan["epoch"]["n"], plan["epoch"]["proposer"]]
+def _stuck() -> NotReady:
+    return NotReady(
+        f"loading reported nothing for {LOAD_SILENCE_S:.0f} s", state="loading", reason="stuck while loading"
+    )
 
 
 def exit_reason(code: int) -> str:
@@ -83,8 +84,8 @@ class Coming:
     stage: int
     booked_bytes: int
     budget_bytes: int
-    before_bytes: int
-    """What was booked for the stage that it serves alone."""
+    alone: tuple[int, int]
+    """What was booked, and the budget, for the stage that it serves."""
     event: Event
     """Its ``loaded``."""
 
@@ -112,7 +113,7 @@ class Worker:
     started: asyncio.Future[Event] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answer: asyncio.Future[Event] | None = None
     """Of the probe or load that is under way."""
-    asked: list[Any] = field(default_factory=list)
+    asked: list[Any] | None = None
     """The epoch of the load that is under way."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """It has begun with what it was asked for, has answered or is gone."""
@@ -320,7 +321,7 @@ class Supervisor:
     def _changed_over(self, worker: Worker, event: Event) -> None:
         """A worker serves the stage that it had loaded beside the other."""
         coming = worker.coming
-        if coming is None or list(event["epoch"]) != _epoch(coming.plan):
+        if coming is None or list(event["epoch"]) != epoch_of({"plan": coming.plan}):
             return
         worker.plan, worker.stage, worker.loaded = coming.plan, coming.stage, coming.event
         worker.coming, worker.settled = None, (coming.booked_bytes, coming.budget_bytes)
@@ -443,7 +444,7 @@ class Supervisor:
         """Send and await the answer. Raises `TimeoutError` after so much silence (at first, ``begin_s``), or what the
         worker refused with."""
         worker.answer = asyncio.get_running_loop().create_future()
-        worker.asked = _epoch(message["plan"]) if "plan" in message else []
+        worker.asked = epoch_of(message)
         worker.last_word = time.monotonic()
         worker.begun.clear()
         worker.send(message)
@@ -556,11 +557,7 @@ class Supervisor:
                     worker.pid
                 )  # it hangs at its stage before, and would not hear that it is to stop
             await self._end(worker)
-            raise NotReady(
-                f"loading reported nothing for {LOAD_SILENCE_S:.0f} s",
-                state="loading",
-                reason="stuck while loading",
-            ) from None
+            raise _stuck() from None
         except BaseException:
             await self._end(worker)
             self.warm_up()
@@ -591,8 +588,10 @@ class Supervisor:
         if worker is None or not worker.loaded or not same_weights(worker.plan, plan):
             raise Conflict("what is served here is in another dtype: both cannot be held at once")
         message = self._message(key, plan, stage, source, before, beside=True)
-        alone = worker.booked_bytes, worker.budget_bytes
-        worker.booked_bytes = max(worker.booked_bytes, both_bytes)
+        # With this load it lets go of whatever it served before.
+        alone = worker.settled or (worker.booked_bytes, worker.budget_bytes)
+        worker.settled = None
+        worker.booked_bytes = max(alone[0], both_bytes)
         worker.budget_bytes = max(worker.budget_bytes, budget_bytes)
         worker.progress = progress
         try:
@@ -602,20 +601,18 @@ class Supervisor:
             if worker in self._workers:
                 worker.send({"op": "discard"})
             if isinstance(error, TimeoutError):
-                raise NotReady(
-                    f"loading reported nothing for {LOAD_SILENCE_S:.0f} s", state="loading", reason="stuck"
-                ) from None
+                raise _stuck() from None
             raise
         finally:
             worker.progress = None
-        worker.coming = Coming(plan, stage, booked_bytes, budget_bytes, alone[0], event)
+        worker.coming = Coming(plan, stage, booked_bytes, budget_bytes, alone, event)
         return worker, event
 
     def discard(self, key: str) -> None:
         """Let go of what a worker has loaded beside the stage that it serves, if there is such."""
         worker = self.worker(key)
         if worker is not None and worker.coming is not None:
-            worker.booked_bytes = worker.coming.before_bytes
+            worker.booked_bytes, worker.budget_bytes = worker.coming.alone
             worker.coming = None
             worker.send({"op": "discard"})
 

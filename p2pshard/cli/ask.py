@@ -1,4 +1,4 @@
-"""What the verbs share that only ask a node and print the answer."""
+"""What verbs share in asking: those that only print the answer, and those that are for this machine's own daemon."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import click
 
 from p2pshard.cli.options import json_flag, node_flag
 from p2pshard.client import Client
+from p2pshard.config import local_address
 
-__all__ = ["asks"]
+__all__ = ["asks", "own_daemon"]
+
+
+def own_daemon(nodes_at: tuple[str, ...]) -> Client:
+    """A client of the daemon that was named, else of this machine's: never of one that zeroconf found."""
+    return Client(nodes_at or (local_address(),))
 
 
 def asks(show: Callable[[Client, bool], None]) -> click.Command:

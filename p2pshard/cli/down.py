@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
+from p2pshard.cli.ask import own_daemon
 from p2pshard.cli.options import node_flag
 from p2pshard.cli.output import console_err
 from p2pshard.client import Client
-from p2pshard.config import local_address
 from p2pshard.errors import Internal, NodeUnreachable
 
 __all__ = ["command", "wait_gone"]
@@ -27,8 +27,7 @@ def command(nodes_at: tuple[str, ...], timeout: float) -> None:
 
     A node on another machine refuses.
     """
-    # never one that zeroconf found: "down" without an address means here
-    with Client(nodes_at or (local_address(),)) as client:
+    with own_daemon(nodes_at) as client:
         address = client.connect()
         pid = client.shutdown()
     wait_gone(address, pid, timeout)

@@ -6,16 +6,11 @@ import time
 
 import click
 
+from p2pshard.cli.ask import own_daemon
 from p2pshard.cli.options import json_flag, node_flag
 from p2pshard.cli.output import console, console_err, make_table, print_json
-from p2pshard.client import Client
-from p2pshard.config import local_address
 
 __all__ = ["command"]
-
-
-def _client(nodes_at: tuple[str, ...]) -> Client:
-    return Client(nodes_at or (local_address(),))
 
 
 @click.group()
@@ -33,7 +28,7 @@ def command() -> None:
 @node_flag
 def create(name: str, per_minute: int | None, at_once: int | None, nodes_at: tuple[str, ...]) -> None:
     """Make a key called NAME and print it, which cannot be done again."""
-    with _client(nodes_at) as client:
+    with own_daemon(nodes_at) as client:
         secret = client.create_key(name, per_minute=per_minute, at_once=at_once)
     click.echo(secret)
     console_err.print("this key is not shown again; send it as Authorization: Bearer KEY")
@@ -44,7 +39,7 @@ def create(name: str, per_minute: int | None, at_once: int | None, nodes_at: tup
 @json_flag
 def list_keys(nodes_at: tuple[str, ...], as_json: bool) -> None:
     """Show the keys that there are, without what they are."""
-    with _client(nodes_at) as client:
+    with own_daemon(nodes_at) as client:
         keys = client.keys()
     if as_json:
         print_json({"keys": keys})
@@ -61,6 +56,6 @@ def list_keys(nodes_at: tuple[str, ...], as_json: bool) -> None:
 @node_flag
 def revoke(name: str, nodes_at: tuple[str, ...]) -> None:
     """End the key called NAME."""
-    with _client(nodes_at) as client:
+    with own_daemon(nodes_at) as client:
         client.revoke_key(name)
     console_err.print(f"key {name} is of no use any more", markup=False)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import click
 
+from p2pshard.cli.ask import own_daemon
 from p2pshard.cli.down import wait_gone
 from p2pshard.cli.options import node_flag
-from p2pshard.client import Client
-from p2pshard.config import local_address
 
 __all__ = ["command"]
 
@@ -23,7 +22,7 @@ def command(nodes_at: tuple[str, ...], timeout: float) -> None:
     Running answers go on without it. Where the others cannot hold its layers it stops all the same, and its log says
     what was missing. A node on another machine refuses.
     """
-    with Client(nodes_at or (local_address(),)) as client:
+    with own_daemon(nodes_at) as client:
         address = client.connect()
         pid = client.leave()
     wait_gone(address, pid, timeout)

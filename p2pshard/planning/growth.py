@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from p2pshard.planning.ordering import Problem, balance
+from p2pshard.planning.ordering import Problem
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.planning.profiles import LinkProfile, ModelProfile, NodeBudget
 from p2pshard.planning.settings import Settings
@@ -19,9 +19,10 @@ from p2pshard.planning.solver import (
     Cluster,
     Fit,
     choose_candidates,
+    cut_best,
     least_context,
     plan_of,
-    problem_of,
+    problem_for,
     roomiest,
 )
 from p2pshard.planning.wire import with_wires
@@ -128,8 +129,9 @@ def grow(
     outside = {
         n.node: "excluded, or it does not compute in this dtype" for n in nodes if n.node not in numbers
     }
-    fixed = _fixed(before, model, cluster, settings)
-    if fixed or not spare or had - set(numbers):
+    if not spare or had - set(numbers):
+        return Growth(None, "", outside)
+    if fixed := _fixed(before, model, settings):
         return Growth(None, "", outside | {cluster.nodes[n].node: fixed for n in spare})
     sizes = Fit(
         tuple(numbers[s.node] for s in before.stages),
@@ -159,7 +161,7 @@ def grow(
     return Growth(plan, why, {k: v for k, v in idle.items() if k not in plan.nodes})
 
 
-def _fixed(before: Plan, model: ModelProfile, cluster: Cluster, settings: Settings) -> str:
+def _fixed(before: Plan, model: ModelProfile, settings: Settings) -> str:
     """Why the plan takes no more nodes, whatever they offer; empty when it might."""
     if settings.nodes is not None:
         return f"--nodes {settings.nodes} was asked for"
@@ -202,7 +204,10 @@ class _Search:
         return pace.step_s / sum(times)
 
     def problem(self, sizes: Fit) -> Problem:
-        return problem_of(self.cluster, self.model, sizes.context, sizes.concurrency, sizes.chunk_tokens)
+        return problem_for(self.cluster, self.model, sizes)
+
+    def cut(self, fit: Fit) -> Fit | None:
+        return cut_best(self.cluster, self.model, fit)
 
     def rate(self, fit: Fit) -> float:
         assert fit.ends is not None, "cut"
@@ -212,19 +217,16 @@ class _Search:
 
     def with_one(self, sizes: Fit, number: int) -> _Option | None:
         """The best place for one more node among those that there are."""
-        problem = self.problem(sizes)
         best: _Option | None = None
         # behind the others first: of equals the first is kept, and the first stage's driver stays where it is
         for place in (*range(1, len(sizes.order) + 1), 0):
             order = (*sizes.order[:place], number, *sizes.order[place:])
-            if not self.cluster.ring(order):
+            fit = self.cut(replace(sizes, order=order)) if self.cluster.ring(order) else None
+            if fit is None:
                 continue
-            ends = balance(problem, order)
-            if ends is None:
-                continue
-            fit = replace(sizes, order=order, ends=ends)
-            if best is None or self.rate(fit) > best.speed * 1.001:
-                best = _Option(fit, self.rate(fit))
+            speed = self.rate(fit)
+            if best is None or speed > best.speed * 1.001:
+                best = _Option(fit, speed)
         return best
 
 
@@ -258,9 +260,7 @@ def _more_context(search: _Search, sizes: Fit, spare: Sequence[int], settings: S
         order = reached.order
 
         def at(chunk: int, context: int, order: tuple[int, ...] = order) -> Fit | None:
-            tried = Fit(order, context, sizes.concurrency, chunk)
-            ends = balance(search.problem(tried), order)
-            return replace(tried, ends=ends) if ends is not None else None
+            return search.cut(Fit(order, context, sizes.concurrency, chunk))
 
         found = roomiest(at, least_context(search.model, settings), most)
         if found is not None and found.context >= sizes.context * LEAST_CONTEXT_GAIN:

@@ -38,6 +38,11 @@ class Epoch:
     def to_proto(self) -> plan_pb2.Epoch:
         return plan_pb2.Epoch(n=self.n, proposer=self.proposer)
 
+    @property
+    def pair(self) -> list[Any]:
+        """``[n, proposer]``, as messages of daemons and workers have it."""
+        return [self.n, self.proposer]
+
 
 @dataclass(frozen=True)
 class Rank:

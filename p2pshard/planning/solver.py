@@ -8,7 +8,7 @@ a plan is found whenever there is one; with more the search is bounded and may m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from p2pshard.errors import Internal, InvalidRequest
@@ -247,6 +247,17 @@ def _largest_context(fit_at: Callable[[int], Fit | None], found: Fit, most: int)
     return found
 
 
+def problem_for(cluster: Cluster, model: ModelProfile, sizes: Fit) -> Problem:
+    """`problem_of` with the sizes of a fit."""
+    return problem_of(cluster, model, sizes.context, sizes.concurrency, sizes.chunk_tokens)
+
+
+def cut_best(cluster: Cluster, model: ModelProfile, fit: Fit) -> Fit | None:
+    """A fit with its order cut where it is fastest; None where that does not hold the model."""
+    ends = balance(problem_for(cluster, model, fit), fit.order)
+    return replace(fit, ends=ends) if ends is not None else None
+
+
 def problem_of(
     cluster: Cluster, model: ModelProfile, context: int, concurrency: int, chunk_tokens: int
 ) -> Problem:
@@ -300,13 +311,12 @@ def decode_speeds(bandwidths: Sequence[float]) -> tuple[float, ...]:
 def plan_of(found: Fit, cluster: Cluster, model: ModelProfile, epoch: Epoch) -> Plan:
     """A fit with its bytes."""
     blocks = blocks_for(found.context, found.concurrency)
-    problem = problem_of(cluster, model, found.context, found.concurrency, found.chunk_tokens)
-    ends = found.ends or balance(problem, found.order)
-    if ends is None:
+    whole = found if found.ends else cut_best(cluster, model, found)
+    if whole is None or whole.ends is None:
         raise Internal(f"the order {found.order} was found to hold the model and has no cut that does")
     stages = tuple(
         _stage(cluster.nodes[number], model, start, end - 1, found, blocks)
-        for number, start, end in zip(found.order, (0, *ends[:-1]), ends, strict=True)
+        for number, start, end in zip(found.order, (0, *whole.ends[:-1]), whole.ends, strict=True)
     )
     plan = Plan(
         replicas=(Replica(stages),),

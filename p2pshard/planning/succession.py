@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from p2pshard.planning.ordering import Problem, balance
 from p2pshard.planning.plan import Plan
 from p2pshard.planning.profiles import ModelProfile
 from p2pshard.planning.settings import Settings
-from p2pshard.planning.solver import Cluster, Fit, least_context, problem_of, roomiest
+from p2pshard.planning.solver import Cluster, Fit, cut_best, least_context, problem_for, roomiest
 
 __all__ = ["succeed"]
 
@@ -37,13 +36,9 @@ def succeed(before: Plan, cluster: Cluster, model: ModelProfile, settings: Setti
     return found
 
 
-def _problem(cluster: Cluster, model: ModelProfile, sizes: Fit) -> Problem:
-    return problem_of(cluster, model, sizes.context, sizes.concurrency, sizes.chunk_tokens)
-
-
 def _substituted(before: Plan, cluster: Cluster, model: ModelProfile, sizes: Fit) -> Fit | None:
     """Every stage as it was, with another node where its own is gone; the fastest that fits."""
-    problem = _problem(cluster, model, sizes)
+    problem = problem_for(cluster, model, sizes)
     numbers = {node.node: number for number, node in enumerate(cluster.nodes)}
     had = {stage.node for stage in before.stages}
     spares = [n for n, node in enumerate(cluster.nodes) if node.node not in had]
@@ -83,9 +78,7 @@ def _among_survivors(
         return None
 
     def at(chunk: int, context: int) -> Fit | None:
-        option = replace(sizes, order=order, context=context, chunk_tokens=chunk)
-        ends = balance(_problem(cluster, model, option), order)
-        return replace(option, ends=ends) if ends is not None else None
+        return cut_best(cluster, model, replace(sizes, order=order, context=context, chunk_tokens=chunk))
 
     if (found := at(sizes.chunk_tokens, sizes.context)) is not None:
         return found

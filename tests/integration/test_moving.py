@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,26 +175,12 @@ def test_a_node_that_joins_is_used_when_many_requests_run_and_told_why_when_not(
             assert "is served without this node" in left_out.log()
             assert "holds no layers of tiny" in " ".join(first.cli("status").stdout.split())
 
-            answers: list[Any] = [None] * 8
-            longest = [0.0] * 8
-
-            def ask(i: int) -> None:
-                stream = client.generate("tiny", PROMPT, max_tokens=1000, ignore_eos=True, temperature=0)
-                last = time.monotonic()
-                for _ in stream:
-                    now = time.monotonic()
-                    longest[i], last = max(longest[i], now - last), now
-                answers[i] = stream.result().token_ids
-
-            threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
-            for thread in threads:
-                thread.start()
+            asking = Asking([first], 1000, asked=[(PROMPT, ASKED[0])] * 8)
             until(lambda: len(stages_of(row())) == 2, 60, lambda: str(row()))
-            running = sum(t.is_alive() for t in threads)
-            for thread in threads:
-                thread.join()
-            assert answers == [expected] * 8
-            print(f"{running} still ran when it had moved; the longest pause was {max(longest):.2f} s")
+            running = asking.answers.count(None)
+            assert [answer.token_ids for answer in asking.join(120)] == [expected] * 8
+            print(f"{running} still ran when it had moved")
+            gap(asking)
             assert running == 8
             stages = stages_of(row())
             assert stages[0]["ranks"][0]["node"] == holder and stages[0]["ranks"][0]["read_bytes"] == 0

@@ -70,7 +70,7 @@ def left() -> Left:
         kv_block_bytes=lambda layer: 300_000,
         read_kv=lambda layer, blocks: bytes([layer]) * (300_000 * len(blocks)),
     )
-    return Left(plan.epoch, plan, 0, model, table, ((b"k", 2), (b"l", 3)))
+    return Left(plan, 0, model, table, ((b"k", 2), (b"l", 3)))
 
 
 def request(**changes: Any) -> bytes:

@@ -346,3 +346,18 @@ async def test_the_answer_of_a_load_that_was_given_up_is_not_taken_for_the_next(
     assert one.supervisor.worker("d") is worker
     _, event = await one.beside(3)
     assert event["weight_bytes"] == 3 and worker.coming is not None and worker.coming.stage == 3
+
+
+async def test_a_load_right_after_a_change_counts_from_the_stage_that_serves(rig: Callable[..., Rig]) -> None:
+    """The worker lets go of the stage before for it, and says so later than it answers."""
+    one = rig()
+    worker, _ = await one.load()
+    await one.beside(2)
+    one.supervisor.activate("d", {"deployment": "d", "epoch": [2, "n"]})
+    await come_true(lambda: worker.stage == 2)
+    await one.beside(3, both=1800)
+    assert one.supervisor.used_bytes() == 1800
+    await asyncio.sleep(0.2)
+    assert one.supervisor.used_bytes() == 1800, "what it lets go of late changes nothing"
+    one.supervisor.discard("d")
+    assert one.supervisor.used_bytes() == 700

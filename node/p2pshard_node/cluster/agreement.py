@@ -79,6 +79,11 @@ class Record:
         """An epoch is in force here, with its worker alive."""
         return self.serving is not None
 
+    @property
+    def pending(self) -> Plan | None:
+        """Of the promised epoch, while its stage is loaded and not in force."""
+        return self.plan if self.prepared and self.promised != self.active else None
+
 
 def prepare(
     record: Record,

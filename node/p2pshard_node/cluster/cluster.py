@@ -95,8 +95,8 @@ class Cluster:
         self._holders: dict[str, list[str]] = {}
         self._ledger = Ledger.open(folder / "epochs")
         self.table = Deployments(folder / "deployments.json", identity.id)
-        self.duty = OwnDuty(lambda: self.peers, self._hand_over, supervisor.held)
         self.peers = Peers(me, identity.exceed, credentials, self)
+        self.duty = OwnDuty(self.peers, self._hand_over, supervisor.held)
         self.fetcher = Fetcher(store, self.peers)
         self.survey = Survey(self.peers, store, requests)
         self.planner = Planner(self.peers, self.table, self.fetcher)
@@ -410,15 +410,15 @@ class Cluster:
         trace = None
         if plan is not None:
             ends = {(e.stage, e.node): e for e in row.endpoints}
-            driver = self._driver(row.id)
+            driver = self._driver(row)
+            if driver is not None and driver.HasField("trace"):
+                trace = trace_to_json(driver.trace)
             for index, stage in enumerate(plan["replicas"][0]["stages"]):
                 for rank in stage["ranks"]:
                     end = ends.get((index, rank["node"]))
                     if end is None:
                         continue
                     counts = self._counts(end.node, row.id)
-                    if counts is not None and counts.HasField("trace"):
-                        trace = trace_to_json(counts.trace)
                     rank.update(
                         pid=end.pid,
                         port=end.port,
@@ -464,20 +464,20 @@ class Cluster:
                 return next((w for w in info.workers if w.deployment == deployment), None)
         return None
 
-    def _driver(self, deployment: str) -> pb.WorkerCounts | None:
+    def _driver(self, row: pb.Deployment) -> pb.WorkerCounts | None:
         """What the driver of a deployment last said of itself."""
-        row = self.table.get(deployment)
-        first = next((e for e in row.endpoints if e.stage == 0), None) if row is not None else None
-        return self._counts(first.node, deployment) if first is not None else None
+        first = next((e for e in row.endpoints if e.stage == 0), None)
+        return self._counts(first.node, row.id) if first is not None else None
 
     def _streams(self, deployment: str) -> int:
-        counts = self._driver(deployment)
-        return counts.sequences if counts is not None else 0
+        row = self.table.get(deployment)
+        driver = self._driver(row) if row is not None else None
+        return driver.sequences if driver is not None else 0
 
     async def _grown(self, row: pb.Deployment, plan: Plan, streams: int) -> Growth:
-        counts, pace = self._driver(row.id), None
-        if counts is not None and counts.trace.decode.steps and counts.trace.decode.tokens:
-            decode = counts.trace.decode
+        driver, pace = self._driver(row), None
+        if driver is not None and driver.trace.decode.steps and driver.trace.decode.tokens:
+            decode = driver.trace.decode
             step_s = sum(stage.compute_ms.median for stage in decode.stages) / 1000
             pace = Pace(step_s, decode.tokens / decode.steps) if step_s > 0 else None
         return await self.planner.grown(row, plan, streams, pace)

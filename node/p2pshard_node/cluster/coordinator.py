@@ -428,8 +428,8 @@ class Coordinator:
         assert row is not None, "attempts are of rows in the table"
         proposal: Proposal | None = None
         try:
-            growth = await self._look_for_growth(row) if attempt.growing else None
-            if growth is not None and growth.plan is None:
+            grown = await self._grown(row) if attempt.growing else None
+            if attempt.growing and grown is None:
                 return
             if row.state == "broken" and row.HasField("plan"):
                 # Who is lost is known to nobody yet, perhaps: it has no place in the next plan.
@@ -449,13 +449,11 @@ class Coordinator:
                     self._set(deployment, "planning")
                 async with self._planning:
                     epoch = Epoch(choice.n, self._peers.id)
-                    if growth is not None and growth.plan is not None:
-                        plan = replace(growth.plan, epoch=epoch)
-                        _log.info(
-                            "model=%s spreads over %d nodes: %s", row.model, len(plan.nodes), growth.why
-                        )
-                    else:
-                        plan = await self._make_plan(self._to_plan(row), epoch)
+                    plan = (
+                        replace(grown, epoch=epoch)
+                        if grown is not None
+                        else await self._make_plan(self._to_plan(row), epoch)
+                    )
                     proposal = Proposal(plan)
                     attempt.epoch = plan.epoch
                     if not attempt.moving:
@@ -500,16 +498,19 @@ class Coordinator:
             await self._abort(deployment, proposal)
             raise
 
-    async def _look_for_growth(self, row: pb.Deployment) -> Growth:
-        """Whether idle nodes are worth moving for; where not, they are told why."""
+    async def _grown(self, row: pb.Deployment) -> Plan | None:
+        """The plan that has idle nodes which are worth moving for; where there is none, they are told why."""
         plan, serving = Plan.from_proto(row.plan), self._peers.serving()
         load = self._growing.load(row.id)
         growth = await self._grow(row, plan, load)
         self._growing.judged(row.id, plan, serving, load)
         now = self._table.get(row.id)
-        if growth.plan is None and now is not None and now.version == row.version:
+        if growth.plan is not None:
+            nodes = len(growth.plan.nodes)
+            _log.info("model=%s is to spread over %d nodes: %s", row.model, nodes, growth.why)
+        elif now is not None and now.version == row.version:
             self._tell_idle(now, growth.idle)
-        return growth
+        return growth.plan
 
     def _tell_idle(self, row: pb.Deployment, idle: Mapping[str, str]) -> None:
         if dict(row.idle) != idle:

@@ -27,12 +27,12 @@ _log = logging.getLogger("p2pshard.duty")
 
 
 class OwnDuty:
-    """One per node. ``hand_over(node)``: returns once the coordinator has given this node's layers to others; ``held()``:
+    """One per node. ``hand_over()``: returns once the coordinator has given this node's layers to others; ``held()``:
     deployments that still have a worker here."""
 
     def __init__(
         self,
-        peers: Callable[[], Peers],
+        peers: Peers,
         hand_over: Callable[[], Awaitable[None]],
         held: Callable[[], set[str]],
     ) -> None:
@@ -44,7 +44,7 @@ class OwnDuty:
         if duty != self.value:
             _log.info("this node is now %s", DUTIES[duty])
         self.value = duty
-        self._peers().changed()
+        self._peers.changed()
 
     async def rest(self, duty: pb.Duty.ValueType) -> None:
         """Have this node's layers handed over, and its memory free.

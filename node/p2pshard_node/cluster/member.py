@@ -290,7 +290,7 @@ class Member:
         beside = self._ledger.get(deployment).running
         load = self._supervisor.load
         if beside:
-            load = partial(self._supervisor.load_beside, both_bytes=self._needed(deployment, plan, stage))
+            load = partial(self._supervisor.load_beside, both_bytes=self._booked[deployment])
         else:
             self._loaded_epochs[deployment] = plan.epoch
         worker, event = await load(
@@ -436,7 +436,7 @@ class Member:
         last = len(plan.stages) - 1
         return {
             "deployment": request.deployment,
-            "epoch": [plan.epoch.n, plan.epoch.proposer],
+            "epoch": plan.epoch.pair,
             "digest": request.digest,
             "numerics": plan.numerics,
             "next": target(index + 1) if index < last else None,
@@ -517,9 +517,9 @@ class Member:
         if record.serving is not None:
             stage = self._own_stage(record.serving)
             found.append(self._endpoint(stage, record.active, worker, worker.loaded))
-        if record.prepared and record.plan is not None and record.promised != record.active:
+        if (pending := record.pending) is not None:
             event = worker.coming.event if worker.coming is not None else worker.loaded
-            found.append(self._endpoint(self._own_stage(record.plan), record.promised, worker, event))
+            found.append(self._endpoint(self._own_stage(pending), pending.epoch, worker, event))
         return found
 
     async def tick(self, rows: Iterable[pb.Deployment]) -> None:
@@ -595,14 +595,12 @@ class Member:
         plan = record.serving or record.plan
         if plan is None or self._loaded_epochs.get(deployment) != plan.epoch:
             return None
-        return plan if event.get("epoch") in (None, [plan.epoch.n, plan.epoch.proposer]) else None
+        return plan if event.get("epoch") in (None, plan.epoch.pair) else None
 
     def _lost(self, deployment: str, record: agreement.Record, why: str, *, ended: bool) -> None:
         """The worker of a deployment is of no use any more, or gone, with every stage that it held."""
         self._ready.pop(deployment, None)
-        held = [record.serving] if record.serving is not None else []
-        if record.prepared and record.plan is not None and record.promised != record.active:
-            held.append(record.plan)
+        held = [plan for plan in (record.serving, record.pending) if plan is not None]
         if ended:
             self._loads.pop(deployment, None)
             self._ledger.put(agreement.unloaded(record))

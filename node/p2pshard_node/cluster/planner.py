@@ -53,8 +53,7 @@ class Planner:
 
     async def for_row(self, row: pb.Deployment, epoch: Epoch) -> Plan:
         """A plan for a deployment as it is wanted. Raises `DoesNotFit`, `NodeUnreachable`, or what is wrong with the model."""
-        members = self._members()
-        settings = meant_now(Settings.from_json(row.settings_json), {*members, *members.values()})
+        settings = self._meant(row)
         before = Plan.from_proto(row.plan) if row.HasField("plan") and row.plan.replicas else None
         holders = sorted(self._peers.member_ids())
         return await self.plan(row.model, row.manifest, settings, epoch, holders, before=before)
@@ -87,8 +86,7 @@ class Planner:
 
     async def grown(self, row: pb.Deployment, before: Plan, streams: int, pace: Pace | None) -> Growth:
         """Whether members that the plan in force leaves idle are worth moving for. Raises as `plan`."""
-        members = self._members()
-        settings = meant_now(Settings.from_json(row.settings_json), {*members, *members.values()})
+        settings = self._meant(row)
         found = await self._fetcher.manifest(row.manifest, sorted(self._peers.member_ids()))
         nodes, usable = await self._usable(row.id, settings)
         return await asyncio.to_thread(grow_plan, before, nodes, found, self.links(), usable, streams, pace)
@@ -107,6 +105,11 @@ class Planner:
         if reply["plan"] is not None:
             reply["terms"] = _terms(Plan.from_json(reply["plan"]))
         return reply
+
+    def _meant(self, row: pb.Deployment) -> Settings:
+        """As `meant_now`, with the members that there are."""
+        members = self._members()
+        return meant_now(Settings.from_json(row.settings_json), {*members, *members.values()})
 
     def _suspected(self) -> set[str]:
         """Members that do not answer just now, and that no plan uses therefore."""

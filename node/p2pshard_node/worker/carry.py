@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from p2pshard.errors import NotReady, P2PShardError, ProtocolError
 from p2pshard.planning.plan import Epoch, Plan
 from p2pshard.transport.channels import EOF, error_of, make_channel, raw_stream
 from p2pshard_node.engine.stage import StageModel
+from p2pshard_node.worker.protocol import unpack
 from p2pshard_node.worker.table import BlockTable
 
 __all__ = ["KV_METHOD", "Before", "Carried", "Content", "Left", "gather", "serve"]
@@ -69,7 +71,6 @@ class Before:
 class Left:
     """One stage of an epoch that is over, whose thread has come to rest."""
 
-    epoch: Epoch
     plan: Plan
     index: int
     model: StageModel
@@ -109,13 +110,11 @@ async def serve(context: Any, left: Callable[[Epoch], Any]) -> None:
         raise ProtocolError(f"a block outside the pool of {found.plan.blocks}")
     ids = found.table.rows(request.blocks)
     await context.write(_pack({"ids": ids.tobytes()}))
-    async for piece in _pieces(found.model, request.layers, request.blocks):
+    for piece in _pieces(found.model, request.layers, request.blocks):
         await context.write(_pack(piece))
 
 
-async def _pieces(
-    model: StageModel, layers: Sequence[int], blocks: Sequence[int]
-) -> AsyncIterator[dict[str, Any]]:
+def _pieces(model: StageModel, layers: Sequence[int], blocks: Sequence[int]) -> Iterator[dict[str, Any]]:
     for layer in layers:
         each = max(1, _PIECE // model.kv_block_bytes(layer))
         for first in range(0, len(blocks), each):
@@ -151,13 +150,7 @@ def _pack(value: Mapping[str, Any]) -> bytes:
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
-    try:
-        value = msgpack.unpackb(data, max_ext_len=0)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"bytes that are no msgpack: {error!r}") from None
-    if not isinstance(value, dict):
-        raise ProtocolError("a message that is no map")
-    return value
+    return unpack(data, "a message")
 
 
 # -- taking -----------------------------------------------------------------------------------------
@@ -193,13 +186,14 @@ async def _gather(
     model: StageModel,
     credentials: Credentials | None,
 ) -> Carried:
-    if own is not None and own.model is model and index > 0:
-        return Carried(own.table.successor())
+    unchanged = own if own is not None and own.model is model else None
+    if unchanged is not None and index > 0:
+        return Carried(unchanged.table.successor())
     content = own.content if own is not None and own.index == 0 else await _content(before, credentials)
     if any(not 0 <= block < plan.blocks for _, block in content):
         raise ProtocolError(f"a block outside the pool of {plan.blocks}")
-    if own is not None and own.model is model:
-        return Carried(own.table.successor(), content if index == 0 else ())
+    if unchanged is not None:
+        return Carried(unchanged.table.successor(), content)
     blocks = tuple(block for _, block in content)
     table = BlockTable(plan.blocks, plan.block_size)
     first, last = plan.stages[index].layers
@@ -251,29 +245,19 @@ async def _fetch(
     return ids
 
 
-class _call:
+@asynccontextmanager
+async def _call(
+    target: str, plan: Plan, layers: Sequence[int], blocks: Sequence[int], credentials: Credentials | None
+) -> AsyncIterator[Any]:
     """One request, and the stream of its answer."""
-
-    def __init__(
-        self,
-        target: str,
-        plan: Plan,
-        layers: Sequence[int],
-        blocks: Sequence[int],
-        credentials: Credentials | None,
-    ) -> None:
-        self._channel = make_channel(target, credentials, own_connection=True)
-        epoch = [plan.epoch.n, plan.epoch.proposer]
-        self._request = _pack({"epoch": epoch, "layers": list(layers), "blocks": list(blocks)})
-
-    async def __aenter__(self) -> Any:
-        self._stream = raw_stream(self._channel, KV_METHOD)
-        await self._stream.write(self._request)
-        return self._stream
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stream.cancel()
-        await self._channel.close(grace=None)
+    channel = make_channel(target, credentials, own_connection=True)
+    stream = raw_stream(channel, KV_METHOD)
+    try:
+        await stream.write(_pack({"epoch": plan.epoch.pair, "layers": list(layers), "blocks": list(blocks)}))
+        yield stream
+    finally:
+        stream.cancel()
+        await channel.close(grace=None)
 
 
 async def _next(call: Any) -> bytes:

@@ -220,16 +220,11 @@ class Driver:
         self._steps += 1
         self._tokens += len(frame.tokens)
         self._most_rows = max(self._most_rows, sum(r.sample for r in flight.step.rows))
-        prefill = any(
-            r.start < running.prompt_length
-            for r in flight.step.rows
-            if (running := self._sequences.get(r.sequence)) is not None
-        )
-        self._replayed += sum(
-            min(len(r.token_ids), max(0, running.replay_to - r.start))
-            for r in flight.step.rows
-            if (running := self._sequences.get(r.sequence)) is not None
-        )
+        prefill = False
+        for row in flight.step.rows:
+            if (running := self._sequences.get(row.sequence)) is not None:
+                prefill |= row.start < running.prompt_length
+                self._replayed += min(len(row.token_ids), max(0, running.replay_to - row.start))
         self._trips.add(Trip(flight.sent, now, flight.step.tokens, prefill, frame.hops, frame.arrival))
 
     # -- ends -----------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class ActiveEpoch:
             return
         self._lost = error
         log.error("epoch %s is over: %s", self.plan.epoch.n, error.message)
-        epoch = [self.plan.epoch.n, self.plan.epoch.proposer]
+        epoch = self.plan.epoch.pair
         self._tell(
             {
                 "ev": "edge_lost",
@@ -258,7 +258,7 @@ class ActiveEpoch:
     async def _become_ready(self, driver: Driver) -> None:
         """Ready is one real token through every edge; until then say why not, and try again."""
         said, began = "", time.monotonic()
-        epoch = [self.plan.epoch.n, self.plan.epoch.proposer]
+        epoch = self.plan.epoch.pair
 
         def say(reason: str) -> None:
             nonlocal said

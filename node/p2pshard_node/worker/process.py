@@ -31,7 +31,7 @@ from p2pshard_node.worker.carry import GATHER_S, Before, Left, gather
 from p2pshard_node.worker.data_port import DataPort
 from p2pshard_node.worker.epoch import ActiveEpoch
 from p2pshard_node.worker.executor import StageExecutor
-from p2pshard_node.worker.protocol import ControlChannel
+from p2pshard_node.worker.protocol import ControlChannel, epoch_of
 
 __all__ = ["WorkerProcess", "own_peak_bytes"]
 
@@ -139,7 +139,7 @@ class WorkerProcess:
             case "probe":
                 await self._answer(self._probe())
             case "load":
-                await self._answer(self._load(message), _epoch_of(message))
+                await self._answer(self._load(message), epoch_of(message))
             case "discard":
                 await self._discard()
             case "rehearse":
@@ -253,7 +253,7 @@ class WorkerProcess:
         self._channel.send(
             {
                 "ev": "loaded",
-                "epoch": _epoch_of(message),
+                "epoch": epoch_of(message),
                 "port": port.port,
                 "weight_bytes": model.weight_bytes,
                 "kv_bytes": model.kv_bytes,
@@ -268,7 +268,7 @@ class WorkerProcess:
     # -- activate -------------------------------------------------------------------------------
     async def _activate(self, message: dict[str, Any]) -> None:
         coming = self._coming
-        if coming is not None and list(message["epoch"]) == [coming.plan.epoch.n, coming.plan.epoch.proposer]:
+        if coming is not None and list(message["epoch"]) == coming.plan.epoch.pair:
             await self._end_active()
             self._coming = None
             self._loaded, coming.port.limits = coming, coming.limits
@@ -276,7 +276,7 @@ class WorkerProcess:
         if loaded is None or loaded.deployment != message["deployment"]:
             raise Conflict(f"deployment {message['deployment']} is not loaded here")
         epoch, plan = message["epoch"], loaded.plan
-        if [plan.epoch.n, plan.epoch.proposer] != list(epoch) or plan.digest() != message["digest"]:
+        if plan.epoch.pair != list(epoch) or plan.digest() != message["digest"]:
             raise Conflict(f"epoch {epoch} with plan {message['digest'][:16]} is not the one loaded here")
         if self._active is not None:
             return  # a COMMIT sent again: whatever is active is of the stage loaded last
@@ -331,7 +331,7 @@ class WorkerProcess:
             await asyncio.get_running_loop().run_in_executor(self._thread, int)
             plan, table = active.plan, active.loop.executor.table
             content = active.driver.content if active.driver is not None else ()
-            self._left = Left(plan.epoch, plan, active.index, loaded.model, table, content)
+            self._left = Left(plan, active.index, loaded.model, table, content)
 
     async def _left_by(self, epoch: Epoch) -> Left:
         """What an epoch leaves here, waiting a while for its end. Raises `NotReady`."""
@@ -339,7 +339,7 @@ class WorkerProcess:
         while time.monotonic() < deadline:
             async with self._ending:
                 active, left = self._active, self._left
-            if left is not None and left.epoch == epoch:
+            if left is not None and left.plan.epoch == epoch:
                 return left
             if active is None or active.plan.epoch != epoch:
                 raise NotReady(f"epoch {epoch.n} has left nothing here", state="loading")
@@ -388,13 +388,6 @@ class WorkerProcess:
         for thread in (self._thread, self._side):
             thread.shutdown(wait=False, cancel_futures=True)
         self._channel.close()
-
-
-def _epoch_of(message: dict[str, Any]) -> list[Any] | None:
-    """The epoch that a load is for; None when the message does not say."""
-    plan = message.get("plan")
-    epoch = plan.get("epoch") if isinstance(plan, dict) else None
-    return [epoch.get("n"), epoch.get("proposer")] if isinstance(epoch, dict) else None
 
 
 def _target(address: Any) -> str | None:

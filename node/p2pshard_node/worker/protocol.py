@@ -10,7 +10,7 @@ import msgpack
 
 from p2pshard.errors import ProtocolError
 
-__all__ = ["MAX_MESSAGE", "ControlChannel", "pack"]
+__all__ = ["MAX_MESSAGE", "ControlChannel", "epoch_of", "pack", "unpack"]
 
 MAX_MESSAGE = 32 << 20
 _LENGTH = struct.Struct(">I")
@@ -24,6 +24,24 @@ def pack(message: Message) -> bytes:
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"a control message of {len(data)} bytes, {MAX_MESSAGE} are allowed")
     return _LENGTH.pack(len(data)) + data
+
+
+def unpack(data: bytes, what: str) -> Message:
+    """The map that bytes are; ``what`` they should be, for the `ProtocolError` where they are none."""
+    try:
+        value = msgpack.unpackb(data, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"{what} that is no msgpack: {error!r}") from error
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{what} that is no map")
+    return value
+
+
+def epoch_of(message: Message) -> list[Any] | None:
+    """The epoch of the plan in a ``load`` message, as events name it; None where there is none."""
+    plan = message.get("plan")
+    epoch = plan.get("epoch") if isinstance(plan, dict) else None
+    return [epoch.get("n"), epoch.get("proposer")] if isinstance(epoch, dict) else None
 
 
 class ControlChannel:
@@ -41,13 +59,7 @@ class ControlChannel:
             data = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        try:
-            message = msgpack.unpackb(data, max_ext_len=0)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"a control message that is no msgpack: {error!r}") from error
-        if not isinstance(message, dict):
-            raise ProtocolError("a control message that is no map")
-        return message
+        return unpack(data, "a control message")
 
     def send(self, message: Message) -> None:
         """Queue a message; events are small and rare, so this never waits."""
