@@ -172,6 +172,13 @@ def test_it_is_asked_again_only_when_something_changed(clock: Clock) -> None:
         due = one.due("m", plan, everyone)
         clock.now += 1
     assert due
+    assert one.judged("m", plan, everyone, 8), "others than before"
+    clock.now += growing.ASK_S
+    assert not one.due("m", plan, everyone)
+    clock.now += growing.AGAIN_S
+    assert one.due("m", plan, everyone), "what a step takes may have changed"
+    assert not one.judged("m", plan, everyone, 8), "nothing to tell"
+    clock.now += growing.AGAIN_S
     one.rest("m")
     assert not one.due("m", plan, everyone)
     clock.now += growing.REST_S

@@ -503,12 +503,12 @@ class Coordinator:
         plan, serving = Plan.from_proto(row.plan), self._peers.serving()
         load = self._growing.load(row.id)
         growth = await self._grow(row, plan, load)
-        self._growing.judged(row.id, plan, serving, load)
+        news = self._growing.judged(row.id, plan, serving, load)
         now = self._table.get(row.id)
         if growth.plan is not None:
             nodes = len(growth.plan.nodes)
             _log.info("model=%s is to spread over %d nodes: %s", row.model, nodes, growth.why)
-        elif now is not None and now.version == row.version:
+        elif news and now is not None and now.version == row.version:
             self._tell_idle(now, growth.idle)
         return growth.plan
 

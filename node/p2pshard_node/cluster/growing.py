@@ -15,6 +15,8 @@ LOAD_S = 5.0
 """The requests that count are those that have run at once for so long."""
 ASK_S = 2.0
 """Between two looks whether a move is worth it."""
+AGAIN_S = 10.0
+"""The same while several requests run and nothing else has changed: steps take longer the longer the answers are."""
 REST_S = 60.0
 """Between two moves of a deployment for a gain, and after one that failed."""
 STEADY_S = 5.0
@@ -86,12 +88,14 @@ class Growing:
             or not all(self.steady(n) for n in spare)
         ):
             return False
-        return watched.judged != (plan.epoch, frozenset(serving), load)
+        changed = watched.judged != (plan.epoch, frozenset(serving), load)
+        return changed or (load > 1 and now - watched.asked >= AGAIN_S)
 
-    def judged(self, deployment: str, plan: Plan, serving: set[str], load: int) -> None:
-        """It was asked, under these circumstances."""
-        watched = self._watched[deployment]
+    def judged(self, deployment: str, plan: Plan, serving: set[str], load: int) -> bool:
+        """It was asked, under these circumstances; whether they were others than the time before."""
+        watched, before = self._watched[deployment], self._watched[deployment].judged
         watched.judged, watched.asked = (plan.epoch, frozenset(serving), load), self._clock()
+        return watched.judged != before
 
     def rest(self, deployment: str) -> None:
         """A move was made or failed: the next one has time."""
