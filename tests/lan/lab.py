@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from p2pshard.config import CONTROL_PORT
 from tests.waiting import until
 
 HOME = Path("/mnt")
 """Where each host sees its own folder."""
+WATCH = Path(__file__).with_name("watch.py")
 _V1 = Path("/sys/fs/cgroup/memory")
 _V2 = Path("/sys/fs/cgroup")
 
@@ -139,6 +141,14 @@ class Host:
         """`status --json`, or None while no daemon answers."""
         done = self.cli("status", "--json", timeout=30, check=False)
         return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def watch(self) -> None:
+        """Begin to ask this host's daemon for its status several times a second; `watched` gives the last."""
+        self.popen(sys.executable, str(WATCH), f"127.0.0.1:{CONTROL_PORT}", log="watch.log")
+
+    def watched(self) -> dict[str, Any]:
+        lines = (self.folder / "watch.log").read_bytes().split(b"\n")[:-1]
+        return json.loads(lines[-1]) if lines else {"asked": 0.0}
 
     def members(self) -> set[str]:
         status = self.status()

@@ -42,7 +42,7 @@ SUSPECT_S = 1.5
 EVICT_S = 4.75
 """Of silence. Peers and people are promised 5 s; what is left covers a tick and the message that says so."""
 REDIAL_FIRST_S = 0.25
-REDIAL_MOST_S = 4.0
+REDIAL_MOST_S = 2.0
 DECLINED_RETRY_S = 5.0
 JOINING_RETRY_S = 1.0
 BETTER_RETRY_S = 30.0
