@@ -173,7 +173,7 @@ async def serve_grpc() -> None:
         while (message := await context.read()) is not EOF:
             await context.write(message)
 
-    server = make_server(None)
+    server = make_server()
     add_raw_methods(server, "bench", {"Echo": back})
     port = bind(server, None, "127.0.0.1")
     await server.start()

@@ -135,7 +135,7 @@ class FakeDriver:
         self.port = 0
 
     async def start(self) -> None:
-        self._server = make_server(None)
+        self._server = make_server()
         add_raw_methods(self._server, "p2pshard.v1.Data", {"Driver": self._serve})
         self.port = bind(self._server, None, "127.0.0.1", (self.port,))
         await self._server.start()

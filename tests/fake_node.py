@@ -128,7 +128,7 @@ class FakeNode(control_pb2_grpc.NodeServicer):
 
     async def _serve(self) -> None:
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-        server = make_server(None)
+        server = make_server()
         control_pb2_grpc.add_NodeServicer_to_server(self, server)
         self.port = bind(server, None, "127.0.0.1", [self.port])
         await server.start()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pshard.errors import Conflict, Internal
-
-from .models.files import write_private
+from p2pshard.private_files import write_private
 
 __all__ = ["JsonFiles", "read_json", "write_json"]
 

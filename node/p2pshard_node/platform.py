@@ -24,7 +24,6 @@ __all__ = [
     "make_private",
     "peak_bytes",
     "raise_file_limit",
-    "sync_directory",
 ]
 
 #: Interfaces of containers and virtual machines: their addresses mean nothing to other machines.
@@ -82,17 +81,6 @@ def lock_file(path: Path) -> IO[str]:
     handle.write(str(os.getpid()))
     handle.flush()
     return handle
-
-
-def sync_directory(folder: Path) -> None:
-    """Make a rename in the folder survive a power cut (POSIX; elsewhere the rename alone must do)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def die_with_parent() -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from p2pshard.credentials import Credentials
+from p2pshard.credentials import Credentials, server_name
 from p2pshard.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -76,10 +76,13 @@ def make_channel(
     target: str,
     credentials: Credentials | None,
     *,
+    node: str = "",
     own_connection: bool = False,
     max_message: int = MAX_MESSAGE,
 ) -> grpc.aio.Channel:
     """A channel to ``host:port``; it dials on first use.
+
+    `node`: id of the node that must answer, by its certificate; empty: any node of the cluster will do.
 
     `own_connection`: a TCP connection that no other channel of this process shares, so that pings are
     not queued behind activations.
@@ -95,12 +98,13 @@ def make_channel(
     ]
     if credentials is None:
         return grpc.aio.insecure_channel(target, options)
-    if credentials.server_name:
-        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    options.append(("grpc.ssl_target_name_override", server_name(node)))
     return grpc.aio.secure_channel(target, credentials.for_channel(), options)
 
 
-def make_server(credentials: Credentials | None, *, max_message: int = MAX_MESSAGE) -> grpc.aio.Server:
+def make_server(
+    *interceptors: grpc.aio.ServerInterceptor[Any, Any], max_message: int = MAX_MESSAGE
+) -> grpc.aio.Server:
     """A server without ports; add them with `bind`."""
     options: list[tuple[str, Any]] = [
         *_common(max_message),
@@ -109,11 +113,14 @@ def make_server(credentials: Credentials | None, *, max_message: int = MAX_MESSA
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_concurrent_streams", 256),
     ]
-    return grpc.aio.server(options=options)
+    return grpc.aio.server(interceptors=interceptors, options=options)
 
 
 def bind(
-    server: grpc.aio.Server, credentials: Credentials | None, host: str, ports: Sequence[int] = (0,)
+    server: grpc.aio.Server,
+    credentials: grpc.ServerCredentials | None,
+    host: str,
+    ports: Sequence[int] = (0,),
 ) -> int:
     """Bind the first free of `ports` on `host` and return it (0: any).
 
@@ -126,7 +133,7 @@ def bind(
             if credentials is None:
                 bound = server.add_insecure_port(address)
             else:
-                bound = server.add_secure_port(address, credentials.for_server())
+                bound = server.add_secure_port(address, credentials)
         except RuntimeError:  # gRPC's way to say that the port is taken
             continue
         if bound:

@@ -70,7 +70,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
             gateway = Gateway(f"node-{'abc'[index]}", store, made.cluster)
             stack.push_async_callback(gateway.close)
             server, door = (
-                make_server(None),
+                make_server(),
                 Door(made.cluster, gateway, ApiKeys(tmp_path / f"{index}.json"), lambda: None, lambda: None),
             )
             control_pb2_grpc.add_NodeServicer_to_server(door, server)

@@ -36,7 +36,7 @@ class Slow(rpc.ClusterServicer):
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Slow, Connection]]:
-    service, server = Slow(), make_server(None)
+    service, server = Slow(), make_server()
     rpc.add_ClusterServicer_to_server(service, server)
     port = bind(server, None, "127.0.0.1")
     await server.start()

@@ -60,7 +60,7 @@ class Holder(rpc.ClusterServicer):
 
 @pytest.fixture
 async def lab(tmp_path: Path) -> AsyncIterator[tuple[Holder, Fetcher, ModelStore]]:
-    holder, server = Holder(), make_server(None)
+    holder, server = Holder(), make_server()
     rpc.add_ClusterServicer_to_server(holder, server)
     port = bind(server, None, "127.0.0.1")
     await server.start()

@@ -52,7 +52,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     gateway = Gateway("node-c", store, cluster)
     cluster.carried = gateway.ps
     stopped, left = asyncio.Event(), asyncio.Event()
-    server = make_server(None)
+    server = make_server()
     keys = ApiKeys(tmp_path / "keys.json")
     control_pb2_grpc.add_NodeServicer_to_server(
         NodeService(cluster, gateway, keys, stopped.set, left.set), server

@@ -1,18 +1,15 @@
-"""Small file operations that state on disk rests on: private, atomic, and noticing change."""
+"""Small file operations that state on disk rests on: private, and noticing change."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from p2pshard.errors import ModelCorrupt
-from p2pshard_node.platform import sync_directory
 
-__all__ = ["Signature", "make_private_dir", "write_private"]
+__all__ = ["Signature", "make_private_dir"]
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,3 @@ def make_private_dir(path: Path) -> Path:
     """Create a folder (and those above it) that only its owner enters."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace a file, at once and durably, mode 0600."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)  # mkstemp makes it 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-        sync_directory(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

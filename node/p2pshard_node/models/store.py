@@ -29,9 +29,10 @@ from p2pshard.models.dtypes import refuse_storage, tensor_nbytes
 from p2pshard.models.gguf import split_paths
 from p2pshard.models.manifest import Manifest, TensorEntry
 from p2pshard.models.reference import parse_reference
+from p2pshard.private_files import write_private
 from p2pshard_node.models.builder import BUILDER_VERSION, BuiltModel, Progress, build_model
 from p2pshard_node.models.cache import BlobWriter, TensorCache, check_sha256
-from p2pshard_node.models.files import Signature, make_private_dir, write_private
+from p2pshard_node.models.files import Signature, make_private_dir
 
 __all__ = ["Blob", "ModelStore", "Resolved"]
 
