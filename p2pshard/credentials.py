@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-__all__ = ["SERVER_NAME", "Credentials", "Pems", "proof_of", "server_name"]
+__all__ = ["SERVER_NAME", "Credentials", "Pems", "server_name"]
 
 SERVER_NAME = "node.p2pshard"
 """In the certificate of every node: what is expected where it is not known yet which node answers."""
@@ -53,8 +53,3 @@ class Credentials:
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         pems = self.pems
         return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.authority)
-
-
-def proof_of(credentials: Credentials | None) -> grpc.ServerCredentials | None:
-    """What a port shows to whoever calls; None: it is plaintext."""
-    return None if credentials is None else credentials.for_server()

@@ -7,7 +7,14 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["write_private"]
+__all__ = ["make_private", "write_private"]
+
+
+def make_private(folder: Path) -> None:
+    """Create the folder, readable by this user alone."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if os.name == "posix":
+        folder.chmod(0o700)
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ import grpc
 
 from p2pshard.addresses import host_port
 from p2pshard.config import DaemonConfig, load_config, parse_address
-from p2pshard.credentials import Credentials, proof_of
+from p2pshard.credentials import Credentials
 from p2pshard.discovery import PROTOCOL, Announcement, Discovery
 from p2pshard.errors import Conflict, InvalidRequest, P2PShardError
 from p2pshard.own_address import is_own_address
@@ -92,7 +92,7 @@ class Daemon:
         self.store = ModelStore(config.data_dir, [config.models_dir], cache_bytes=config.tensor_cache)
         server = make_server()
         try:
-            self.port = bind(server, proof_of(self._credentials), config.bind, [config.port])
+            self.port = bind(server, self._credentials, config.bind, [config.port])
         except OSError as error:
             check_bindable(config.bind)
             raise Conflict(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from p2pshard.errors import InvalidRequest
+from p2pshard.private_files import make_private
 
 from . import platform
 from .json_files import JsonFiles, read_json, write_json
@@ -38,7 +39,7 @@ class Identity:
         Raises `Conflict` if another daemon has it, `InvalidRequest` if it cannot be one.
         """
         try:
-            platform.make_private(data_dir)
+            make_private(data_dir)
             lock = platform.lock_file(data_dir / "lock")
         except OSError as error:
             raise InvalidRequest(

@@ -21,7 +21,6 @@ __all__ = [
     "interface_addresses",
     "kill_hard",
     "lock_file",
-    "make_private",
     "peak_bytes",
     "raise_file_limit",
 ]
@@ -42,13 +41,6 @@ _BRIDGES = (
     "cali",
 )
 _PR_SET_PDEATHSIG = 1
-
-
-def make_private(folder: Path) -> None:
-    """Create the folder, readable by this user alone."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if os.name == "posix":
-        folder.chmod(0o700)
 
 
 def lock_file(path: Path) -> IO[str]:

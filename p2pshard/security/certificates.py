@@ -34,7 +34,6 @@ __all__ = [
     "make_authority",
     "new_key",
     "request",
-    "requester",
     "sign",
     "subject_of",
 ]
@@ -114,11 +113,6 @@ def request(key: Key) -> bytes:
     """A certificate signing request (PKCS #10, DER): it proves that the sender has the key."""
     csr = x509.CertificateSigningRequestBuilder().subject_name(_name(id_of(key.public_key())))
     return csr.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
-
-
-def requester(csr: bytes) -> str:
-    """The id of whoever made a request. Raises `InvalidRequest` for one that is malformed, or whose signature is not its key's."""
-    return id_of(_requested_key(csr))
 
 
 def _requested_key(csr: bytes) -> ec.EllipticCurvePublicKey:

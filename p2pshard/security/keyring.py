@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,9 @@ from cryptography.x509.oid import ExtensionOID
 
 from p2pshard.credentials import Credentials, Pems
 from p2pshard.errors import Conflict, Unauthenticated
-from p2pshard.private_files import write_private
+from p2pshard.private_files import make_private, write_private
 
-from .certificates import Role, Subject, authority_hash, id_of, key_from_pem, subject_of
+from .certificates import Subject, authority_hash, id_of, key_from_pem, subject_of
 
 __all__ = ["Keyring"]
 
@@ -65,9 +64,7 @@ class Keyring:
 
     def save(self, folder: Path) -> None:
         """Write it, mode 0600, in place of any other in that folder."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.name == "posix":
-            folder.chmod(0o700)
+        make_private(folder)
         write_private(folder / _FILE, self.pems.key + self.pems.certificate + self.pems.authority)
 
     @classmethod
@@ -98,9 +95,3 @@ class Keyring:
                 expired=keyring.expires.isoformat(),
             )
         return keyring
-
-    def require(self, role: Role, folder: Path) -> Keyring:
-        """This keyring. Raises `Conflict` if it is of another role."""
-        if self.subject.role is not role:
-            raise Conflict(f"the certificate in {folder} is that of a {self.subject.role}, not of a {role}")
-        return self

@@ -102,9 +102,7 @@ def make_channel(
     return grpc.aio.secure_channel(target, credentials.for_channel(), options)
 
 
-def make_server(
-    *interceptors: grpc.aio.ServerInterceptor[Any, Any], max_message: int = MAX_MESSAGE
-) -> grpc.aio.Server:
+def make_server(*, max_message: int = MAX_MESSAGE) -> grpc.aio.Server:
     """A server without ports; add them with `bind`."""
     options: list[tuple[str, Any]] = [
         *_common(max_message),
@@ -113,14 +111,11 @@ def make_server(
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_concurrent_streams", 256),
     ]
-    return grpc.aio.server(interceptors=interceptors, options=options)
+    return grpc.aio.server(options=options)
 
 
 def bind(
-    server: grpc.aio.Server,
-    credentials: grpc.ServerCredentials | None,
-    host: str,
-    ports: Sequence[int] = (0,),
+    server: grpc.aio.Server, credentials: Credentials | None, host: str, ports: Sequence[int] = (0,)
 ) -> int:
     """Bind the first free of `ports` on `host` and return it (0: any).
 
@@ -133,7 +128,7 @@ def bind(
             if credentials is None:
                 bound = server.add_insecure_port(address)
             else:
-                bound = server.add_secure_port(address, credentials)
+                bound = server.add_secure_port(address, credentials.for_server())
         except RuntimeError:  # gRPC's way to say that the port is taken
             continue
         if bound:

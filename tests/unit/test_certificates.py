@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pshard.credentials import Credentials, Pems, proof_of
+from p2pshard.credentials import Credentials, Pems
 from p2pshard.errors import Conflict, InvalidRequest, Unauthenticated
 from p2pshard.security import certificates as c
 from p2pshard.security.keyring import Keyring
@@ -125,7 +125,7 @@ async def test_only_certificates_of_the_authority_come_through_and_renewed_ones_
     server = make_server()
     handlers = {"Who": grpc.unary_unary_rpc_method_handler(who)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
-    port = bind(server, proof_of(ours), "127.0.0.1")
+    port = bind(server, ours, "127.0.0.1")
     await server.start()
     try:
         caller = Keyring(pems())

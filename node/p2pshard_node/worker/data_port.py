@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 
-from p2pshard.credentials import Credentials, proof_of
+from p2pshard.credentials import Credentials
 from p2pshard.errors import NotReady, P2PShardError
 from p2pshard.planning.plan import Epoch
 from p2pshard.transport.channels import abort_with, add_raw_methods, bind, make_server
@@ -44,7 +44,7 @@ class DataPort:
         add_raw_methods(
             self._server, "p2pshard.v1.Data", {"Edge": self._edge, "Driver": self._driver, "Kv": self._kv}
         )
-        self.port = bind(self._server, proof_of(self._credentials), host, ports)
+        self.port = bind(self._server, self._credentials, host, ports)
         await self._server.start()
 
     async def stop(self) -> None:
